@@ -59,9 +59,8 @@ class Grammars:
 
     def _compile(self, grammar: str) -> LLMatcher:
         if len(grammar) > MAX_GRAMMAR_CHARACTERS:
-            raise BadGrammar(
-                what="grammar", reason=f"it has {len(grammar)} characters, more than {MAX_GRAMMAR_CHARACTERS}"
-            )
+            reason = f"it has {len(grammar)} characters, more than {MAX_GRAMMAR_CHARACTERS}"
+            raise BadGrammar(what="grammar", reason=reason)
         try:
             from llguidance import LLMatcher
         except ImportError:

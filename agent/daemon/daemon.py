@@ -472,9 +472,8 @@ class AgentDaemon:
             raise LeaseLost(device=self.name)
         self._require_lease(message)
         if (newest := self._requested_epochs[message.deployment]) > message.plan.epoch:
-            raise BadRequest(
-                reason=f"the plan of epoch {message.plan.epoch} has been replaced by that of epoch {newest}"
-            )
+            reason = f"the plan of epoch {message.plan.epoch} has been replaced by that of epoch {newest}"
+            raise BadRequest(reason=reason)
         if message.plan.epoch <= self._unloaded_epochs.get(message.deployment, 0):
             raise BadRequest(reason=f"the plan of epoch {message.plan.epoch} was unloaded before it had loaded")
 

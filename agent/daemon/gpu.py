@@ -66,9 +66,8 @@ class GpuReader:
             return  # no driver, so the slow probe would find nothing
         self._probed = with_context(await probe_cuda())
         if self._wanted == "cuda" and self._probed.gpu is None:
-            raise BadSetting(
-                setting="--compute-device", reason=f"torch computes on no CUDA device here: {self._probed.problem}"
-            )
+            reason = f"torch computes on no CUDA device here: {self._probed.problem}"
+            raise BadSetting(setting="--compute-device", reason=reason)
         if self._probed.gpu is None:
             log.warning("this device computes on the CPU, although it has a GPU: %s", self._probed.problem)
 

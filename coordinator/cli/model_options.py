@@ -249,9 +249,8 @@ def check_kind(context: typer.Context, model: Path) -> ModelFileKind:
     for name, option in _given_options(context).items():
         kinds = kinds_of.get(name, get_args(ModelFileKind))
         if kind not in kinds:
-            raise BadSetting(
-                setting=option, reason=f"it applies to {_kind_names(kinds)}, but {model} is {_KIND_TITLES[kind]}"
-            )
+            reason = f"it applies to {_kind_names(kinds)}, but {model} is {_KIND_TITLES[kind]}"
+            raise BadSetting(setting=option, reason=reason)
     return kind
 
 

@@ -135,6 +135,5 @@ def require_known(setting: str, names: Iterable[str], devices: Iterable[NamedDev
     devices = list(devices)
     if unknown := unknown_names(names, devices):
         existing = ", ".join(sorted({device.name for device in devices})) or "none"
-        raise BadSetting(
-            setting=setting, reason=f"no device here is called {', '.join(unknown)}; there are: {existing}"
-        )
+        reason = f"no device here is called {', '.join(unknown)}; there are: {existing}"
+        raise BadSetting(setting=setting, reason=reason)

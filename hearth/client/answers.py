@@ -369,9 +369,8 @@ def valid(model: type[_M], **fields: Any) -> _M:
         if number is None:
             raise BadRequest(reason=first_error(error)) from None
         limits = " and ".join(f"{word} {number[key]}" for key, word in _LIMITS.items() if key in number)
-        raise BadRequest(
-            reason=f"{name} must be {_NUMBERS[number['type']]} {limits}, not {str(first['input'])[:40]}"
-        ) from None
+        reason = f"{name} must be {_NUMBERS[number['type']]} {limits}, not {str(first['input'])[:40]}"
+        raise BadRequest(reason=reason) from None
 
 
 _NUMBERS = {"number": "a number", "integer": "a whole number"}

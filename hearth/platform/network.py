@@ -169,9 +169,8 @@ def verify_reachable(interface: Interface) -> None:
             caller.connect(listener.getsockname())
             listener.accept()[0].close()
     except OSError as error:
-        raise BadSetting(
-            setting="--interface", reason=f"{interface.name} ({interface.address}) cannot be reached: {error}"
-        ) from None
+        reason = f"{interface.name} ({interface.address}) cannot be reached: {error}"
+        raise BadSetting(setting="--interface", reason=reason) from None
 
 
 def all_addresses() -> list[str]:

@@ -122,9 +122,8 @@ def parse_credential(text: str, source: str) -> Credential:
     prefix, _, encoded = text.strip().partition(":")
     kind = _CREDENTIAL_TYPES.get(prefix)
     if kind is None:
-        raise BadKey(
-            source=source, reason=f"it does not begin with {', '.join(f'{each}:' for each in _CREDENTIAL_TYPES)}"
-        )
+        reason = f"it does not begin with {', '.join(f'{each}:' for each in _CREDENTIAL_TYPES)}"
+        raise BadKey(source=source, reason=reason)
     try:
         data = base64.b64decode(encoded, altchars=b"-_", validate=True)
         body, checksum = data[:-_CHECKSUM_BYTES], data[-_CHECKSUM_BYTES:]

@@ -142,9 +142,8 @@ class GraphEngine(DataPlane[OutgoingTensor]):
         arrays = unpack_arrays(request.names, payload)
         if wrong := arrays.keys() ^ self._routes.graph_inputs:
             name = min(wrong)
-            raise BadRequest(
-                reason=f"the input {name} is {'not used by' if name in arrays else 'missing for'} this rank"
-            )
+            reason = f"the input {name} is {'not used by' if name in arrays else 'missing for'} this rank"
+            raise BadRequest(reason=reason)
         for segment, session in zip(self._routes.segments, self._sessions, strict=True):
             for name in arrays.keys() & set(segment.inputs):
                 check_input(session, name, arrays[name])

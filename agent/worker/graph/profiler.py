@@ -162,9 +162,8 @@ def _in_process_without_queues(
         with ProcessPoolExecutor(1, context, initializer=_without_queues, initargs=(os.getpid(),)) as pool:
             return pool.submit(kernels_of_graph, path, num_threads, providers, run_seconds).result()
     except BrokenProcessPool:
-        raise BadPlan(
-            reason="the process that times the graph's operators ended early, often for lack of memory"
-        ) from None
+        reason = "the process that times the graph's operators ended early, often for lack of memory"
+        raise BadPlan(reason=reason) from None
 
 
 def _without_queues(parent: int) -> None:

@@ -74,9 +74,8 @@ class GraphRuntime:
     def load(self, is_given_up: Callable[[], bool]) -> WorkerBound:
         load, segments = self._start.load, self._routes.segments
         if len(self._parts.files) != len(segments):
-            raise BadRequest(
-                reason=f"files of {len(self._parts.files)} segments for a rank with {len(segments)} segments"
-            )
+            reason = f"files of {len(self._parts.files)} segments for a rank with {len(segments)} segments"
+            raise BadRequest(reason=reason)
         previous, self._previous = self._previous, None
         held: dict[SegmentFiles, _LoadedSegment] = {}
         if previous is None:

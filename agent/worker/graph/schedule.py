@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hearth.errors import BadPlan, BadRequest, QueueFull
-from hearth.plan.graph import Segment
 from hearth.plan.plan import GraphPlan
 
 MAX_SENT_TENSORS = 1 << 16  # tensors sent between ranks, which have 16-bit numbers on the wire
@@ -64,9 +63,8 @@ def routes_for(plan: GraphPlan, rank: int) -> Routes:
     others = {name: tuple(sorted(consumers.get(name, set()) - {producer})) for name, producer in source.items()}
     sent_tensors = tuple(name for name, ranks in others.items() if ranks)
     if len(sent_tensors) > MAX_SENT_TENSORS:
-        raise BadPlan(
-            reason=f"{len(sent_tensors)} tensors are sent between devices; at most {MAX_SENT_TENSORS} are supported"
-        )
+        reason = f"{len(sent_tensors)} tensors are sent between devices; at most {MAX_SENT_TENSORS} are supported"
+        raise BadPlan(reason=reason)
     own = tuple(
         OwnSegment(index, tuple(dict.fromkeys(segment.inputs)), segment.outputs)
         for index, segment in enumerate(plan.body.segments)

@@ -42,9 +42,8 @@ class MicroBatchOrder:
 
     def _wait_until_stored(self, layer: int) -> None:
         if not self._stored[layer].wait(self._timeout_seconds):
-            raise StepFailed(
-                device="this device", reason=f"an earlier micro-batch has not reached layer {layer} in time"
-            )
+            reason = f"an earlier micro-batch has not reached layer {layer} in time"
+            raise StepFailed(device="this device", reason=reason)
         if self._failed:
             raise StepFailed(device="this device", reason="an earlier micro-batch of the step failed")
 

@@ -155,9 +155,8 @@ class Checkpoint(AbstractContextManager["Checkpoint"]):
         """`float32`, `float16` or `bfloat16`."""
         tensor = self._tensor(name)
         if tensor.dtype not in _DTYPES:
-            raise BadCheckpoint(
-                path=str(tensor.file.path), reason=f"the tensor {name} holds {tensor.dtype}, not floats"
-            )
+            reason = f"the tensor {name} holds {tensor.dtype}, not floats"
+            raise BadCheckpoint(path=str(tensor.file.path), reason=reason)
         return _DTYPES[tensor.dtype][0]
 
     def array(self, name: str) -> np.ndarray[Any, Any]:

@@ -55,9 +55,8 @@ def _checked_view(
         reason = f"the tensor {name} has the shape {list(stored)}; config.json implies {list(expected)}"
         raise BadCheckpoint(path=str(checkpoint.path), reason=reason)
     if checkpoint.dtype(name) != spec.dtype:
-        raise BadCheckpoint(
-            path=str(checkpoint.path), reason=f"the tensor {name} holds {checkpoint.dtype(name)}, others {spec.dtype}"
-        )
+        reason = f"the tensor {name} holds {checkpoint.dtype(name)}, others {spec.dtype}"
+        raise BadCheckpoint(path=str(checkpoint.path), reason=reason)
     view: np.ndarray[Any, Any] = source.view(checkpoint.array(name))
     return view
 

@@ -54,9 +54,8 @@ class KeyRegistry:
         if public_key in known.revoked:
             raise BadRequest(reason=f"this key of the {self._holder} '{known.revoked[public_key]}' was revoked")
         if not _NAME.match(name):
-            raise BadRequest(
-                reason=f"the {self._holder} name '{name}' may hold only a-z, 0-9 and -, at most 32 characters"
-            )
+            reason = f"the {self._holder} name '{name}' may hold only a-z, 0-9 and -, at most 32 characters"
+            raise BadRequest(reason=reason)
         if name in known.keys.values():
             raise BadRequest(reason=f"there is a key of the {self._holder} '{name}' already; revoke it first")
         roles = known.roles if role == _APP else {**known.roles, public_key: role}

@@ -79,9 +79,8 @@ class TextModel:
     @cached_property
     def _answer_grammars(self) -> AnswerGrammars:
         if self.tokenizer is None or self.vocabulary is None or not self.vocabulary.stop_ids:
-            raise BadRequest(
-                reason="answers of this model cannot be constrained: its files name no texts of tokens, or no end of text"
-            )
+            reason = "answers of this model cannot be constrained: its files name no texts of tokens, or no end of text"
+            raise BadRequest(reason=reason)
         special = {self.vocabulary.tokens[n].decode(errors="replace"): n for n in self.vocabulary.special_ids}
         return AnswerGrammars(Grammars(self.vocabulary), self.tokenizer.form, special)
 

@@ -206,9 +206,8 @@ def check_inputs(expected: Sequence[Tensor], given: dict[str, Array]) -> None:
         if str(array.dtype) != tensor.dtype:
             raise BadRequest(reason=f"the input '{tensor.name}' must be {tensor.dtype}, not {array.dtype}")
         if array.shape != tensor.shape:
-            raise BadRequest(
-                reason=f"the input '{tensor.name}' must have the shape {list(tensor.shape)}, not {list(array.shape)}"
-            )
+            reason = f"the input '{tensor.name}' must have the shape {list(tensor.shape)}, not {list(array.shape)}"
+            raise BadRequest(reason=reason)
 
 
 def _array_infos(tensors: Sequence[Tensor]) -> tuple[ArrayInfo, ...]:

@@ -73,9 +73,8 @@ class PackedMatrix(BufferedMatrix):
         if stop - start == size:
             return self
         if start < stop and (axis != self._partition.axis or not {start, stop} <= set(borders)):
-            raise StepFailed(
-                device="this device", reason="a packed matrix can be used only in the blocks in which it was packed"
-            )
+            reason = "a packed matrix can be used only in the blocks in which it was packed"
+            raise StepFailed(device="this device", reason=reason)
         inside = [index for index, (a, b) in enumerate(pairwise(borders)) if start <= a and b <= stop and a < stop]
         shape = list(self.shape)
         shape[axis] = stop - start

@@ -100,8 +100,7 @@ class WholeMatrix(QuantisedMatrix):
         if size == self.shape[axis]:
             return self
         if size:
-            raise StepFailed(
-                device="this device", reason=f"a quantised matrix in {self.layout}'s layout cannot be divided"
-            )
+            reason = f"a quantised matrix in {self.layout}'s layout cannot be divided"
+            raise StepFailed(device="this device", reason=reason)
         shape = [0 if axis == each else self.shape[each] for each in (0, 1)]
         return FloatMatrix(torch.empty(shape, device=self._device))
