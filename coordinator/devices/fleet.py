@@ -103,19 +103,15 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     def device_infos(self) -> list[wire.DeviceInfo]:
         """All devices by name, then the refused agents, of which only the address is known."""
         known = {(device.host, device.port) for device in self.devices.values()}
-        refused = (
-            wire.DeviceInfo(
-                device_id="",
-                name=f"{host}:{port}",
-                host=f"{host}:{port}",
-                state="refused",
-                reason=error.explanation(),
-                telemetry=None,
-            )
-            for (host, port), error in sorted(self._refusals.items())
-            if (host, port) not in known
-        )
-        return [*(device.info(loop_time()) for device in registry.sorted_by_name(self.devices.values())), *refused]
+
+        def refused(where: str, reason: str) -> wire.DeviceInfo:
+            return wire.DeviceInfo(device_id="", name=where, host=where, state="refused", reason=reason, telemetry=None)
+
+        refusals = [(address, error) for address, error in sorted(self._refusals.items()) if address not in known]
+        return [
+            *(device.info(loop_time()) for device in registry.sorted_by_name(self.devices.values())),
+            *(refused(f"{host}:{port}", error.explanation()) for (host, port), error in refusals),
+        ]
 
     def usable(self) -> list[Device]:
         return registry.usable(list(self.devices.values()), loop_time())

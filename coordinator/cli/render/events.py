@@ -82,12 +82,8 @@ def describe(event: Event) -> str:
 def request_lines(recorded: Iterable[RecordedEvent], now: float) -> Table:
     """Requests that have ended, newest first, each in one line; the names are cut where that is too narrow."""
     numbers = ("ago", "queue", "first token", "tokens", "tokens/s")
-    columns = [
-        Column("request"),
-        Column("outcome", no_wrap=True),
-        *(right_column(each, no_wrap=True) for each in numbers),
-    ]
-    table = make_table(*columns)
+    shown = (right_column(each, no_wrap=True) for each in numbers)
+    table = make_table(Column("request"), Column("outcome", no_wrap=True), *shown)
     for each in recorded:
         event = each.event
         if not isinstance(event, RequestEnded):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from coordinator.devices.fleet import Fleet
@@ -51,44 +52,37 @@ class Neighbour(Protocol):
         """End the workers for the deployment `claimant`."""
 
 
+@dataclass(eq=False)
 class BringUp:
     """Brings up the deployment `services.deployment`; outlives its plans. `others`: all deployments, oldest first."""
 
-    def __init__(
-        self,
-        goal: Goal,
-        kind: ModelKind[Any],
-        services: SharedServices,
-        replanner: Replanner,
-        preparer: Preparer,
-        others: Callable[[], Iterable[Neighbour]],
-    ) -> None:
-        self._goal = goal
-        self._kind = kind
-        self._services = services
-        self._replanner = replanner
-        self._preparer = preparer
-        self._others = others
-        self._prepared: PreparedPlan | None = None  # the plan that is deployed next, if it was made ahead
-        self._claimed_in_vain: frozenset[str] = frozenset()  # devices on which a claim has not made enough room
+    goal: Goal
+    kind: ModelKind[Any]
+    services: SharedServices
+    replanner: Replanner
+    preparer: Preparer
+    others: Callable[[], Iterable[Neighbour]]
+    _prepared: PreparedPlan | None = field(default=None, init=False)  # the plan that is deployed next, if made ahead
+    # Devices on which a claim has not made enough room.
+    _claimed_in_vain: frozenset[str] = field(default=frozenset(), init=False)
 
     # ---- devices --------------------------------------------------------------------------------------------------
 
     async def running_workers(self, plan: Plan) -> list[Device]:
         """The devices on which the workers of the plan run, once all are there or a short time has passed. Raises BadPlan."""
-        self._kind.check(plan)
+        self.kind.check(plan)
         expected = {device.device_id: (plan_hash(plan), rank) for rank, device in enumerate(plan.devices)}
         deadline = loop_time() + _TAKE_OVER_SECONDS
         while True:
-            here = [device for device in self._services.fleet.usable() if device.device_id in expected]
+            here = [device for device in self.services.fleet.usable() if device.device_id in expected]
             running = [each for each in here if self._runs(each, *expected[each.device_id])]
-            if (len(here) == len(expected) and self._services.fleet.may_compute()) or loop_time() >= deadline:
+            if (len(here) == len(expected) and self.services.fleet.may_compute()) or loop_time() >= deadline:
                 return running
             await asyncio.sleep(_POLL_SECONDS)
 
     def _runs(self, device: Device, expected_hash: str, rank: int) -> bool:
         """Whether this coordinator took its lease on a device with the worker of this rank of this plan running."""
-        worker = device.taken_over.get(self._services.deployment)
+        worker = device.taken_over.get(self.services.deployment)
         return worker is not None and (worker.plan_hash, worker.rank) == (expected_hash, rank)
 
     async def await_devices(self, plan: Plan, has_served: bool) -> cycle.SavedPlanAccepted | cycle.SavedPlanRejected:
@@ -98,30 +92,30 @@ class BringUp:
         """
         await self._let_pinned_plan_first()
         try:
-            self._kind.check(plan)
+            self.kind.check(plan)
         except BadPlan as error:
             return cycle.SavedPlanRejected(error.reason)
         if not await self._devices_available(plan, has_served):
             return cycle.SavedPlanRejected("not all of its devices are available")
-        usable = self._services.fleet.usable()
+        usable = self.services.fleet.usable()
         offered = {device.device_id: device.telemetry.memory_budget_bytes for device in usable if device.telemetry}
-        if violation := limit_violation(plan, self._goal.limits, self._goal.exclude, offered):
+        if violation := limit_violation(plan, self.goal.limits, self.goal.exclude, offered):
             return cycle.SavedPlanRejected(violation)
         if not self._has_room(plan):
             return cycle.SavedPlanRejected("other models hold the memory")
-        self._replanner.record_restored_plan(plan)
-        return cycle.SavedPlanAccepted(self._services.fleet.last_epoch)
+        self.replanner.record_restored_plan(plan)
+        return cycle.SavedPlanAccepted(self.services.fleet.last_epoch)
 
     async def _devices_available(self, plan: Plan, has_served: bool) -> bool:
         needed = {device.device_id for device in plan.devices}
-        known = self._services.fleet.devices
+        known = self.services.fleet.devices
         deadline = loop_time() + _WAIT_FOR_DEVICES_SECONDS
         while loop_time() < deadline:
             if has_served and any(each in known and known[each].health == "dead" for each in needed):
                 return False
-            usable = [device for device in self._services.fleet.usable() if device.device_id in needed]
+            usable = [device for device in self.services.fleet.usable() if device.device_id in needed]
             if len(usable) == len(needed):
-                links = await self._services.profiler.measure_links(usable, self._services.taken.traffic)
+                links = await self.services.profiler.measure_links(usable, self.services.taken.traffic)
                 return len(links) == len(needed) * (len(needed) - 1)
             await asyncio.sleep(0.1)
         return False
@@ -134,25 +128,25 @@ class BringUp:
         `recovering`: skip the quiet period and the minimum number of devices. `error`: what ended the deployment, if one did.
         """
         await self._let_pinned_plan_first()
-        settings, fleet = self._services.settings, self._services.fleet
+        settings, fleet = self.services.settings, self.services.fleet
         if recovering:
-            found = self._preparer.take(allowed_devices(self._goal, fleet.usable()), error)
+            found = self.preparer.take(allowed_devices(self.goal, fleet.usable()), error)
             if found.reason:
-                self._services.report(found.reason)
+                self.services.report(found.reason)
             if (prepared := found.plan) is not None and self._has_room(prepared.plan):
                 self._prepared = prepared
                 if not found.is_same:
                     considered = {*prepared.made_for, found.left_out} & fleet.devices.keys()
-                    self._replanner.record_best_plan([fleet.devices[each] for each in considered], prepared.plan)
+                    self.replanner.record_best_plan([fleet.devices[each] for each in considered], prepared.plan)
                 return cycle.PreparedPlanFound(prepared.plan, fleet.last_epoch, found.is_same)
         quiet_seconds, min_devices = (0.0, 1) if recovering else (settings.settle_seconds, settings.min_devices)
         await fleet.settle(quiet_seconds, min_devices, _WAIT_FOR_DEVICES_SECONDS)
-        devices = allowed_devices(self._goal, fleet.usable())
+        devices = allowed_devices(self.goal, fleet.usable())
         if not devices:
             raise NoDevices(seconds=_WAIT_FOR_DEVICES_SECONDS)
-        names = [*(limit.device for limit in self._goal.limits), *self._goal.exclude]
+        names = [*(limit.device for limit in self.goal.limits), *self.goal.exclude]
         for name in unknown_names(names, fleet.devices.values()):  # mistyped, or the device joins later
-            self._services.report(f"warning: no device here is called {name} yet; its limit applies once it joins")
+            self.services.report(f"warning: no device here is called {name} yet; its limit applies once it joins")
         return cycle.DevicesSettled(tuple(devices))
 
     def take_prepared(self, plan: Plan) -> Sequence[ShardParts | SegmentParts]:
@@ -168,37 +162,37 @@ class BringUp:
         If it is pinned, others that are not make room. `held`: as for `ModelKind.plan`. Raises MemoryTaken if it fits only
         without them, and as `ModelKind.plan`.
         """
-        resources, cluster = self._services.resources, state.cluster
+        resources, cluster = self.services.resources, state.cluster
         attempt = 0
         while True:
             attempt += 1
             try:
-                plan = await self._kind.plan(cluster, state.has_served, held)
+                plan = await self.kind.plan(cluster, state.has_served, held)
             except ModelDoesNotFit as error:
-                if not (holders := resources.holders(self._services.deployment)):
+                if not (holders := resources.holders(self.services.deployment)):
                     raise
                 if not await self._claim_room(error.missing_bytes, state.devices):
                     raise MemoryTaken(model=error.model, missing_bytes=error.missing_bytes, holders=holders) from None
             else:
                 try:
-                    resources.check(self._services.deployment, plan, self._services.fleet.devices)
+                    resources.check(self.services.deployment, plan, self.services.fleet.devices)
                     self._claimed_in_vain = frozenset()
                     return plan
                 except MemoryTaken as error:  # another deployment was planned at the same time
                     claimed = await self._claim_room(error.missing_bytes, state.devices)
                     if not claimed and attempt >= _MAX_PLAN_ATTEMPTS:
                         raise
-            cluster = await self._kind.profile(state.devices, held)
+            cluster = await self.kind.profile(state.devices, held)
 
     async def _claim_room(self, missing_bytes: int, devices: Iterable[Device]) -> bool:
         """Have others make room for this deployment, if it is pinned: the newest first, none that is pinned.
 
         Returns whether any did. None does if all together would not be enough, or were not on these devices before.
         """
-        held_bytes = self._services.resources.held_bytes
+        held_bytes = self.services.resources.held_bytes
         ids = frozenset(device.device_id for device in devices)
-        others = [each for each in self._others() if not each.goal.pinned and held_bytes(each.name)]
-        if not self._goal.pinned or ids == self._claimed_in_vain or not others:
+        others = [each for each in self.others() if not each.goal.pinned and held_bytes(each.name)]
+        if not self.goal.pinned or ids == self._claimed_in_vain or not others:
             return False
         if sum(held_bytes(each.name) for each in others) < missing_bytes:
             return False
@@ -208,26 +202,26 @@ class BringUp:
             missing_bytes -= held_bytes(claimed[-1].name)
         if not others:  # if this is not enough, nothing is
             self._claimed_in_vain = ids
-        self._services.report(
-            f"{self._services.deployment} is pinned: {', '.join(each.name for each in claimed)} make room for it"
+        self.services.report(
+            f"{self.services.deployment} is pinned: {', '.join(each.name for each in claimed)} make room for it"
         )
-        await asyncio.gather(*(each.make_room(self._services.deployment) for each in claimed))
+        await asyncio.gather(*(each.make_room(self.services.deployment) for each in claimed))
         return True
 
     async def _let_pinned_plan_first(self) -> None:
         """Wait until pinned deployments know what memory they need, so that this one does not take it meanwhile."""
         deadline = loop_time() + MAKE_ROOM_SECONDS
-        while not self._goal.pinned and loop_time() < deadline:
-            if not any(each.goal.pinned and each.lifecycle.phase in cycle.UNPLANNED for each in self._others()):
+        while not self.goal.pinned and loop_time() < deadline:
+            if not any(each.goal.pinned and each.lifecycle.phase in cycle.UNPLANNED for each in self.others()):
                 return
             await asyncio.sleep(_POLL_SECONDS)
 
     def _has_room(self, plan: Plan) -> bool:
         """Whether other deployments leave the memory for a plan that was made before."""
         try:
-            self._services.resources.check(self._services.deployment, plan, self._services.fleet.devices)
+            self.services.resources.check(self.services.deployment, plan, self.services.fleet.devices)
         except MemoryTaken as error:
-            self._services.report(f"that plan is not used: {error.explanation()}")
+            self.services.report(f"that plan is not used: {error.explanation()}")
             return False
         return True
 
