@@ -44,9 +44,8 @@ class Message(Body):
             return self.content or ""
         for number, part in enumerate(self.content):
             if part.type != "text":
-                raise unsupported(
-                    f"{field}.content.{number}", f"parts of the type '{part.type}' are not supported, only text"
-                )
+                reason = f"parts of the type '{part.type}' are not supported, only text"
+                raise unsupported(f"{field}.content.{number}", reason)
         return "".join(part.text for part in self.content)
 
 
@@ -141,9 +140,8 @@ def tool_choice(choice: str | dict[str, Any] | None, names: Sequence[Any]) -> st
         if choice.get("type") != "function" or name not in names:
             raise Failure(400, "The field 'tool_choice' names none of the tools.", param="tool_choice")
     elif choice != "required" or not names:
-        raise Failure(
-            400, "The field 'tool_choice' must be 'auto', 'none', 'required' or a tool of 'tools'.", param="tool_choice"
-        )
+        message = "The field 'tool_choice' must be 'auto', 'none', 'required' or a tool of 'tools'."
+        raise Failure(400, message, param="tool_choice")
     return str(name)
 
 
@@ -185,9 +183,8 @@ async def _whole(head: dict[str, Any], generations: Sequence[AsyncGeneration]) -
         if calls:
             message["tool_calls"] = calls
         reason = "tool_calls" if calls else usage.finish_reason
-        choices.append(
-            {"index": index, "message": message, "logprobs": _shown(generation.log_probs), "finish_reason": reason}
-        )
+        shown = {"logprobs": _shown(generation.log_probs), "finish_reason": reason}
+        choices.append({"index": index, "message": message, **shown})
     return {**head, "object": "chat.completion", "choices": choices, "usage": usage_fields(usages)}
 
 

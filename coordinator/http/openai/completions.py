@@ -52,16 +52,13 @@ async def completion(call: Call) -> Answer:
     asked = Completion.read(call.body)
     prompts, shows_usage, num_choices = asked.prompts(), asked.shows_usage, asked.n or 1
     served = await call.ready(asked.model)
+    asked_for = {
+        "logprobs": asked.logprobs is not None,
+        "top_logprobs": asked.logprobs or 0,
+        "model": served.deployment,
+    }
     generations = [
-        asked.generate(
-            served.home,
-            asked.max_tokens,
-            number,
-            model=served.deployment,
-            logprobs=asked.logprobs is not None,
-            top_logprobs=asked.logprobs or 0,
-            **prompt,
-        )
+        asked.generate(served.home, asked.max_tokens, number, **asked_for, **prompt)
         for prompt in prompts
         for number in range(num_choices)
     ]
@@ -73,14 +70,10 @@ async def completion(call: Call) -> Answer:
 
 async def _whole(head: dict[str, Any], generations: Sequence[AsyncGeneration], num_choices: int) -> dict[str, Any]:
     texts, usages = await whole(generations)
+    of_answers = enumerate(zip(texts, usages, generations, strict=True))
     choices = [
-        {
-            "index": index,
-            "text": text,
-            "logprobs": _shown(generation.log_probs, 0),
-            "finish_reason": usage.finish_reason,
-        }
-        for index, (text, usage, generation) in enumerate(zip(texts, usages, generations, strict=True))
+        {"index": index, "text": text, "logprobs": _shown(each.log_probs, 0), "finish_reason": usage.finish_reason}
+        for index, (text, usage, each) in of_answers
     ]
     return {**head, "choices": choices, "usage": usage_fields(usages, num_choices)}
 

@@ -230,9 +230,7 @@ class GenerationRunner:
                     yield message
             end_message = generation.end_message()
             yield end_message
-            self._requests.count_prompt(end_message.num_prompt_tokens, end_message.num_cached_tokens)
-            self._requests.count_drafts(end_message.num_drafted_tokens, end_message.num_accepted_tokens)
-            self._requests.count_served(end_message.first_token_seconds + end_message.decode_seconds)
+            self._requests.count_answer(end_message)
         except HearthError as error:
             self._requests.count_failed(error)
             raise

@@ -13,7 +13,7 @@ from coordinator.serve.requests.admission import Admission, Place
 from coordinator.serve.requests.retry import Failures, is_lost, needs_probe
 from hearth.errors import DeadlineExceeded, HearthError, InternalError, LeaseLost, PartLost
 from hearth.platform.asyncio_tools import with_timeout
-from hearth.wire.messages import Inferred, Vectors
+from hearth.wire.messages import Inferred, TextEnded, Vectors
 from hearth.wire.rpc import Reply
 
 log = logging.getLogger(__name__)
@@ -127,15 +127,13 @@ class Requests(Generic[D]):
             ticket.place.alone = False
             self.admission.share()
 
-    def count_prompt(self, num_tokens: int, num_cached_tokens: int) -> None:
-        """Count the tokens of a prompt that was answered."""
-        self.num_prompt_tokens += num_tokens
-        self.num_cached_tokens += num_cached_tokens
-
-    def count_drafts(self, num_tokens: int, num_accepted_tokens: int) -> None:
-        """Count the guessed tokens of an answer."""
-        self.num_drafted_tokens += num_tokens
-        self.num_accepted_tokens += num_accepted_tokens
+    def count_answer(self, end: TextEnded) -> None:
+        """Count a text that was generated, with its tokens."""
+        self.num_prompt_tokens += end.num_prompt_tokens
+        self.num_cached_tokens += end.num_cached_tokens
+        self.num_drafted_tokens += end.num_drafted_tokens
+        self.num_accepted_tokens += end.num_accepted_tokens
+        self.count_served(end.first_token_seconds + end.decode_seconds)
 
     def count_served(self, latency_seconds: float) -> None:
         """Count a request as served."""
