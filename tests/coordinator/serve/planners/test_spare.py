@@ -106,23 +106,20 @@ async def test_fresh_process_plans_while_none_of_its_kind_is_ready(fresh: list[s
         other = await ready(spares, "graph")
         assert await solve_transformer(REQUEST, spares) == plan_transformer(REQUEST)
         assert fresh
-        assert (other.runs, "transformer" in spares._ready) == (True, False)  # that kind is not served
+        assert (other.runs, spares.take("transformer")) == (True, None)  # that kind is not served
 
 
-def test_process_that_cannot_start_is_done_without(
+async def test_process_that_cannot_start_is_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setitem(spare._MODULES, "transformer", ("no_such_module",))
-
-    async def main() -> None:
-        spares = SparePlanners()
-        spares.keep("transformer")
-        await until("its start failed", lambda: spares._starting["transformer"].done())
-        assert spares._starting["transformer"].exception() is None
-        assert spares.take("transformer") is None
-
-    asyncio.run(main())
+    monkeypatch.setattr(spare, "_MODULES", {"transformer": ("no_such_module",)})
+    monkeypatch.setattr(spare, "_ATTEMPTS", 2)
+    spares = SparePlanners()
+    spares.keep("transformer")
+    await until("its start failed", lambda: caplog.text.count("no planner process is kept ready") == 2)
     assert "No module named 'no_such_module'" in caplog.text
+    assert spares.take("transformer") is None
+    await spares.close()
 
 
 def test_stop_leaves_no_process() -> None:
