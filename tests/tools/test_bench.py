@@ -30,9 +30,8 @@ from tools.bench.experiment import Context, make_experiment, names, read_setting
 from tools.bench.generation import Generation, GenerationRow
 from tools.bench.load import BackgroundLoad, Process, calmest, calmest_of, foreign_seconds
 from tools.bench.measure import Setting, relative_error
-from tools.bench.plans import GLOO, Entry, Name, baseline_of, entries
+from tools.bench.plans import GLOO, Entry, Name, Row, baseline_of, by_setting, entries, table_of
 from tools.bench.results import Result, Table, load_result
-from tools.bench.rows import Row, by_setting, table_of
 from tools.bench.shapes import SHAPES, shape_of_file
 from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio, percentile, rotated
 from tools.bench.strategies import Strategies, layer_flops, say_auto, say_lz4, say_prediction, scaling_of

@@ -28,6 +28,7 @@ from tools.bench.plans import (
     REFERENCE,
     Entry,
     Name,
+    Row,
     baseline_of,
     depth_note,
     describe,
@@ -36,7 +37,6 @@ from tools.bench.plans import (
     reference_plan,
 )
 from tools.bench.profiles import Profiles, Report
-from tools.bench.rows import Row
 from tools.bench.shapes import Shape, config_key, save_random_model
 from tools.bench.stats import paired_ratio, rotated
 from tools.interrupts import shielded

@@ -16,9 +16,8 @@ from hearth.errors import BadSetting
 from hearth.plan.common import ValueFormatName
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting
-from tools.bench.plans import GLOO, Lz4, Name, entries
+from tools.bench.plans import GLOO, Lz4, Name, Row, by_setting, entries, table_of
 from tools.bench.results import Summary
-from tools.bench.rows import Row, by_setting, table_of
 from tools.bench.shapes import Shape, find_shape
 from tools.bench.stats import paired_ratio, percentile
 from tools.testbed import Scenario, load_scenario
