@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,8 +41,7 @@ def goal_of(folder: Path, name: str = "model", **settings: Any) -> TransformerGo
 
 
 def deployments_of(folder: Path, fleet: TransformerFleet, lines: list[str] | None = None) -> Deployments:
-    deployments = Deployments(tools_for(folder / "state", fleet, [] if lines is None else lines))
-    return deployments
+    return Deployments(tools_for(folder / "state", fleet, [] if lines is None else lines))
 
 
 @asynccontextmanager
@@ -53,10 +52,6 @@ async def running(deployments: Deployments, fleet: TransformerFleet) -> AsyncIte
             yield
         finally:
             await cancel_all([task])
-
-
-def scenario(main: Callable[[], Any]) -> None:
-    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def serves(controller: Controller) -> bool:
@@ -89,45 +84,39 @@ def limit_memory(fleet: TransformerFleet, num_bytes: int) -> None:
 # ---- which ones there are at a start --------------------------------------------------------------------------------
 
 
-def test_start_with_a_model_keeps_those_that_were_added_and_forgets_the_one_of_another_command_line(
+async def test_start_with_a_model_keeps_those_that_were_added_and_forgets_the_one_of_another_command_line(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        first = deployments_of(tmp_path, TransformerFleet("a"))
-        await first.create(goal_of(tmp_path, "old"), None)
-        await first.add(goal_of(tmp_path, "added"), None)
-        lines: list[str] = []
-        second = deployments_of(tmp_path, TransformerFleet("a"), lines)
-        await second.create(goal_of(tmp_path, "new"), None)
-        assert list(second.controllers) == ["new", "added"]
-        assert list(StateFile(tmp_path / "state").load().deployments) == ["new", "added"]
-        assert "old is served no longer" in lines
-        third = deployments_of(tmp_path, TransformerFleet("a"))
-        await third.restore()
-        assert list(third.controllers) == ["new", "added"]
-        # The options of a unit name the same model at every start, and may name one that was added.
-        await (again := deployments_of(tmp_path, TransformerFleet("a"))).create(goal_of(tmp_path, "new"), None)
-        assert list(again.controllers) == ["new", "added"]
-        await (other := deployments_of(tmp_path, TransformerFleet("a"))).create(goal_of(tmp_path, "added"), None)
-        assert list(other.controllers) == ["added"]
-
-    scenario(main)
+    first = deployments_of(tmp_path, TransformerFleet("a"))
+    await first.create(goal_of(tmp_path, "old"), None)
+    await first.add(goal_of(tmp_path, "added"), None)
+    lines: list[str] = []
+    second = deployments_of(tmp_path, TransformerFleet("a"), lines)
+    await second.create(goal_of(tmp_path, "new"), None)
+    assert list(second.controllers) == ["new", "added"]
+    assert list(StateFile(tmp_path / "state").load().deployments) == ["new", "added"]
+    assert "old is served no longer" in lines
+    third = deployments_of(tmp_path, TransformerFleet("a"))
+    await third.restore()
+    assert list(third.controllers) == ["new", "added"]
+    # The options of a unit name the same model at every start, and may name one that was added.
+    await (again := deployments_of(tmp_path, TransformerFleet("a"))).create(goal_of(tmp_path, "new"), None)
+    assert list(again.controllers) == ["new", "added"]
+    await (other := deployments_of(tmp_path, TransformerFleet("a"))).create(goal_of(tmp_path, "added"), None)
+    assert list(other.controllers) == ["added"]
 
 
-def test_start_with_a_model_that_cannot_be_read_forgets_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        await deployments_of(tmp_path, TransformerFleet("a")).create(goal_of(tmp_path, "old"), None)
-        bad = goal_of(tmp_path, "bad")
-        (tmp_path / "bad" / "config.json").write_text("{}")
-        with pytest.raises(HearthError):
-            await deployments_of(tmp_path, TransformerFleet("a")).create(bad, None)
-        assert list(StateFile(tmp_path / "state").load().deployments) == ["old"]
-
-    scenario(main)
+async def test_start_with_a_model_that_cannot_be_read_forgets_nothing(tmp_path: Path) -> None:
+    await deployments_of(tmp_path, TransformerFleet("a")).create(goal_of(tmp_path, "old"), None)
+    bad = goal_of(tmp_path, "bad")
+    (tmp_path / "bad" / "config.json").write_text("{}")
+    with pytest.raises(HearthError):
+        await deployments_of(tmp_path, TransformerFleet("a")).create(bad, None)
+    assert list(StateFile(tmp_path / "state").load().deployments) == ["old"]
 
 
 @pytest.mark.parametrize("strategy", ["placeto", "random", "joint", "getf", "m-sct"])
-def test_saved_settings_that_no_longer_exist_are_reported_and_plans_are_made_by_auto(
+async def test_saved_settings_that_no_longer_exist_are_reported_and_plans_are_made_by_auto(
     strategy: str, tmp_path: Path
 ) -> None:
     goal = {"kind": "graph", "model_file": str(save_two_branch_model(tmp_path / "graph.onnx")), "learn_seconds": 30.0}
@@ -138,171 +127,150 @@ def test_saved_settings_that_no_longer_exist_are_reported_and_plans_are_made_by_
     (tmp_path / "state").mkdir()
     (tmp_path / "state" / "serving.json").write_text(json.dumps({"version": 2, "deployments": deployments}))
 
-    async def main() -> None:
-        lines: list[str] = []
-        home = deployments_of(tmp_path, TransformerFleet("a"), lines)
-        await home.restore()
-        assert lines == [
-            "policy: the saved setting learn_seconds no longer exists and is ignored",
-            f"policy: the strategy {strategy} no longer exists; plans are made by auto",
-        ]
-        assert [each.goal.strategy for each in home.controllers.values()] == ["auto", "auto"]
-        # What is saved from now on has no such setting.
-        lines.clear()
-        await deployments_of(tmp_path, TransformerFleet("a"), lines).restore()
-        assert not lines
-
-    scenario(main)
+    lines: list[str] = []
+    home = deployments_of(tmp_path, TransformerFleet("a"), lines)
+    await home.restore()
+    assert lines == [
+        "policy: the saved setting learn_seconds no longer exists and is ignored",
+        f"policy: the strategy {strategy} no longer exists; plans are made by auto",
+    ]
+    assert [each.goal.strategy for each in home.controllers.values()] == ["auto", "auto"]
+    # What is saved from now on has no such setting.
+    lines.clear()
+    await deployments_of(tmp_path, TransformerFleet("a"), lines).restore()
+    assert not lines
 
 
-def test_saved_model_that_cannot_be_read_stays_saved_while_the_others_are_served(tmp_path: Path) -> None:
-    async def main() -> None:
-        first = deployments_of(tmp_path, TransformerFleet("a"))
-        await first.create(goal_of(tmp_path, "chat"), None)
-        await first.add(goal_of(tmp_path, "gone"), None)
-        shutil.rmtree(tmp_path / "gone")
-        lines: list[str] = []
-        second = deployments_of(tmp_path, TransformerFleet("a"), lines)
-        await second.restore()
-        assert list(second.controllers) == ["chat"]
-        assert any(line.startswith("gone is not served now, but stays saved: ") for line in lines)
-        assert await second.remove("gone") == "gone"
-        with pytest.raises(UnknownModel):
-            await second.remove("gone")
-        assert list(StateFile(tmp_path / "state").load().deployments) == ["chat"]
-        shutil.rmtree(tmp_path / "chat")
-        with pytest.raises(BadCheckpoint):  # none is left that could be served
-            await deployments_of(tmp_path, TransformerFleet("a")).restore()
-
-    scenario(main)
+async def test_saved_model_that_cannot_be_read_stays_saved_while_the_others_are_served(tmp_path: Path) -> None:
+    first = deployments_of(tmp_path, TransformerFleet("a"))
+    await first.create(goal_of(tmp_path, "chat"), None)
+    await first.add(goal_of(tmp_path, "gone"), None)
+    shutil.rmtree(tmp_path / "gone")
+    lines: list[str] = []
+    second = deployments_of(tmp_path, TransformerFleet("a"), lines)
+    await second.restore()
+    assert list(second.controllers) == ["chat"]
+    assert any(line.startswith("gone is not served now, but stays saved: ") for line in lines)
+    assert await second.remove("gone") == "gone"
+    with pytest.raises(UnknownModel):
+        await second.remove("gone")
+    assert list(StateFile(tmp_path / "state").load().deployments) == ["chat"]
+    shutil.rmtree(tmp_path / "chat")
+    with pytest.raises(BadCheckpoint):  # none is left that could be served
+        await deployments_of(tmp_path, TransformerFleet("a")).restore()
 
 
-def test_pin_and_keep_alive_time_change_without_a_new_plan(tmp_path: Path) -> None:
-    async def main() -> None:
-        fleet = TransformerFleet("a")
-        first = deployments_of(tmp_path, fleet)
-        await first.create(goal_of(tmp_path), None)
-        async with running(first, fleet):
-            await until("serving", lambda: serves(first.controllers["model"]))
-        saved = StateFile(tmp_path / "state").load().deployments["model"].plan
-        second = deployments_of(tmp_path, TransformerFleet("a"))
-        await second.create(goal_of(tmp_path, pinned=True), None)
-        found = StateFile(tmp_path / "state").load().deployments["model"]
-        assert saved is not None
-        assert (found.goal.pinned, found.plan) == (True, saved)
-        third = deployments_of(tmp_path, TransformerFleet("a"))
-        await third.restore()
-        assert third.controllers["model"].goal.pinned
-
-    scenario(main)
+async def test_pin_and_keep_alive_time_change_without_a_new_plan(tmp_path: Path) -> None:
+    fleet = TransformerFleet("a")
+    first = deployments_of(tmp_path, fleet)
+    await first.create(goal_of(tmp_path), None)
+    async with running(first, fleet):
+        await until("serving", lambda: serves(first.controllers["model"]))
+    saved = StateFile(tmp_path / "state").load().deployments["model"].plan
+    second = deployments_of(tmp_path, TransformerFleet("a"))
+    await second.create(goal_of(tmp_path, pinned=True), None)
+    found = StateFile(tmp_path / "state").load().deployments["model"]
+    assert saved is not None
+    assert (found.goal.pinned, found.plan) == (True, saved)
+    third = deployments_of(tmp_path, TransformerFleet("a"))
+    await third.restore()
+    assert third.controllers["model"].goal.pinned
 
 
 # ---- unloading ------------------------------------------------------------------------------------------------------
 
 
-def test_idle_model_is_unloaded_and_stays_so_over_a_restart_until_a_request_comes(tmp_path: Path) -> None:
-    async def main() -> None:
-        fleet = TransformerFleet("ab")
-        deployments = deployments_of(tmp_path, fleet)
-        await deployments.create(goal_of(tmp_path, keep_alive_seconds=0.05), None)
-        controller = deployments.controllers["model"]
-        async with running(deployments, fleet):
-            await until("unloaded", lambda: controller.lifecycle.phase == "unloaded")
-            plan = controller.plan
+async def test_idle_model_is_unloaded_and_stays_so_over_a_restart_until_a_request_comes(tmp_path: Path) -> None:
+    fleet = TransformerFleet("ab")
+    deployments = deployments_of(tmp_path, fleet)
+    await deployments.create(goal_of(tmp_path, keep_alive_seconds=0.05), None)
+    controller = deployments.controllers["model"]
+    async with running(deployments, fleet):
+        await until("unloaded", lambda: controller.lifecycle.phase == "unloaded")
+        plan = controller.plan
 
-            def unloaded() -> list[str]:
-                return sorted(name for name, message in fleet.asked if isinstance(message, Unload))
+        def unloaded() -> list[str]:
+            return sorted(name for name, message in fleet.asked if isinstance(message, Unload))
 
-            await until("no workers", lambda: len(unloaded()) == 2)
-            assert unloaded() == ["a", "b"]
-            await ask(controller)  # waits until the model is loaded again
-            assert controller.plan is not None
-            assert controller.plan == plan.with_epoch(controller.plan.epoch)
-            await until("unloaded again", lambda: controller.lifecycle.phase == "unloaded")
-            saved = tmp_path / "state"
-            await until("saved as unloaded", lambda: StateFile(saved).load().deployments["model"].unloaded)
-            assert controller.requests.num_failed == 0
-        again = deployments_of(tmp_path, fleet)
-        await again.restore()
-        controller = again.controllers["model"]
-        fleet.asked.clear()
-        async with running(again, fleet):
-            await until("unloaded", lambda: controller.lifecycle.phase == "unloaded")
-            await asyncio.sleep(0.05)
-            assert fleet.asked == []
-            fleet.kill("b")
-            await ask(controller)  # on the device that is left, without a wait for the other one
-            assert [device.device_id for device in controller.plan.devices] == ["a"]
-
-    scenario(main)
+        await until("no workers", lambda: len(unloaded()) == 2)
+        assert unloaded() == ["a", "b"]
+        await ask(controller)  # waits until the model is loaded again
+        assert controller.plan is not None
+        assert controller.plan == plan.with_epoch(controller.plan.epoch)
+        await until("unloaded again", lambda: controller.lifecycle.phase == "unloaded")
+        saved = tmp_path / "state"
+        await until("saved as unloaded", lambda: StateFile(saved).load().deployments["model"].unloaded)
+        assert controller.requests.num_failed == 0
+    again = deployments_of(tmp_path, fleet)
+    await again.restore()
+    controller = again.controllers["model"]
+    fleet.asked.clear()
+    async with running(again, fleet):
+        await until("unloaded", lambda: controller.lifecycle.phase == "unloaded")
+        await asyncio.sleep(0.05)
+        assert fleet.asked == []
+        fleet.kill("b")
+        await ask(controller)  # on the device that is left, without a wait for the other one
+        assert [device.device_id for device in controller.plan.devices] == ["a"]
 
 
-def test_model_is_not_unloaded_while_a_request_runs(tmp_path: Path) -> None:
-    async def main() -> None:
-        fleet = TransformerFleet("a")
-        deployments = deployments_of(tmp_path, fleet)
-        await deployments.create(goal_of(tmp_path, keep_alive_seconds=0.02), None)
-        controller = deployments.controllers["model"]
-        async with running(deployments, fleet):
-            await until("unloaded", lambda: controller.lifecycle.phase == "unloaded")
-            request = asyncio.create_task(ask(controller))
-            await until("serving", lambda: serves(controller))
-            fleet.released.clear()
-            second = asyncio.create_task(ask(controller))
-            await until("running", lambda: fleet.running["a"] > 0)
-            await asyncio.sleep(0.3)  # many times as long as it stays loaded without a request
-            assert controller.lifecycle.phase == "serving"
-            fleet.released.set()
-            await asyncio.gather(request, second)
-            await until("unloaded", lambda: controller.lifecycle.phase == "unloaded")
-
-    scenario(main)
+async def test_model_is_not_unloaded_while_a_request_runs(tmp_path: Path) -> None:
+    fleet = TransformerFleet("a")
+    deployments = deployments_of(tmp_path, fleet)
+    await deployments.create(goal_of(tmp_path, keep_alive_seconds=0.02), None)
+    controller = deployments.controllers["model"]
+    async with running(deployments, fleet):
+        await until("unloaded", lambda: controller.lifecycle.phase == "unloaded")
+        request = asyncio.create_task(ask(controller))
+        await until("serving", lambda: serves(controller))
+        fleet.released.clear()
+        second = asyncio.create_task(ask(controller))
+        await until("running", lambda: fleet.running["a"] > 0)
+        await asyncio.sleep(0.3)  # many times as long as it stays loaded without a request
+        assert controller.lifecycle.phase == "serving"
+        fleet.released.set()
+        await asyncio.gather(request, second)
+        await until("unloaded", lambda: controller.lifecycle.phase == "unloaded")
 
 
-def test_client_chooses_until_the_next_request_when_the_idle_model_is_unloaded(tmp_path: Path) -> None:
-    async def main() -> None:
-        fleet = TransformerFleet("a")
-        deployments = deployments_of(tmp_path, fleet)
-        await deployments.create(goal_of(tmp_path), None)
-        controller = deployments.controllers["model"]
+async def test_client_chooses_until_the_next_request_when_the_idle_model_is_unloaded(tmp_path: Path) -> None:
+    fleet = TransformerFleet("a")
+    deployments = deployments_of(tmp_path, fleet)
+    await deployments.create(goal_of(tmp_path), None)
+    controller = deployments.controllers["model"]
 
-        def is_unloaded() -> bool:
-            return controller.lifecycle.phase == "unloaded"
+    def is_unloaded() -> bool:
+        return controller.lifecycle.phase == "unloaded"
 
-        async with running(deployments, fleet):
-            await until("serving", lambda: serves(controller))
-            controller.keep_loaded(0.0)
-            await until("unloaded", is_unloaded)
-            await ask(controller)
-            await asyncio.sleep(0.3)  # the request has taken it back: the model stays loaded
-            assert serves(controller)
-            fleet.released.clear()
-            request = asyncio.create_task(ask(controller))
-            await until("running", lambda: fleet.running["a"] > 0)
-            controller.keep_loaded(0.0)  # after the answer
-            await asyncio.sleep(0.3)
-            assert serves(controller)
-            fleet.released.set()
-            await request
-            await until("unloaded", is_unloaded)
-
-    scenario(main)
+    async with running(deployments, fleet):
+        await until("serving", lambda: serves(controller))
+        controller.keep_loaded(0.0)
+        await until("unloaded", is_unloaded)
+        await ask(controller)
+        await asyncio.sleep(0.3)  # the request has taken it back: the model stays loaded
+        assert serves(controller)
+        fleet.released.clear()
+        request = asyncio.create_task(ask(controller))
+        await until("running", lambda: fleet.running["a"] > 0)
+        controller.keep_loaded(0.0)  # after the answer
+        await asyncio.sleep(0.3)
+        assert serves(controller)
+        fleet.released.set()
+        await request
+        await until("unloaded", is_unloaded)
 
 
 @pytest.mark.parametrize("of_goal", [{"pinned": True}, {"keep_alive_seconds": 0.1}])
-def test_pinned_model_stays_loaded_and_a_client_may_keep_another(tmp_path: Path, of_goal: dict[str, Any]) -> None:
-    async def main() -> None:
-        fleet = TransformerFleet("a")
-        deployments = deployments_of(tmp_path, fleet)
-        await deployments.create(goal_of(tmp_path, **of_goal), None)
-        controller = deployments.controllers["model"]
-        async with running(deployments, fleet):
-            await until("serving", lambda: serves(controller))
-            controller.keep_loaded(0.0 if of_goal.get("pinned") else -1.0)
-            await asyncio.sleep(0.4)
-            assert serves(controller)
-
-    scenario(main)
+async def test_pinned_model_stays_loaded_and_a_client_may_keep_another(tmp_path: Path, of_goal: dict[str, Any]) -> None:
+    fleet = TransformerFleet("a")
+    deployments = deployments_of(tmp_path, fleet)
+    await deployments.create(goal_of(tmp_path, **of_goal), None)
+    controller = deployments.controllers["model"]
+    async with running(deployments, fleet):
+        await until("serving", lambda: serves(controller))
+        controller.keep_loaded(0.0 if of_goal.get("pinned") else -1.0)
+        await asyncio.sleep(0.4)
+        assert serves(controller)
 
 
 # ---- pins -----------------------------------------------------------------------------------------------------------
@@ -328,111 +296,96 @@ async def two_models_on_two_devices(
 
 
 @pytest.mark.parametrize("pinned", ["old", "new"])
-def test_pinned_model_is_served_after_a_loss_and_the_other_says_what_is_missing(tmp_path: Path, pinned: str) -> None:
-    async def main() -> None:
-        async with two_models_on_two_devices(tmp_path, pinned) as (fleet, deployments):
-            first = deployments.controllers[pinned]
-            (other,) = (each for each in deployments.controllers.values() if each is not first)
-            lost, kept = device_of(first), device_of(other)
-            deployments.device_changed(fleet.kill(lost))
-            await until("that the pinned one is served", lambda: serves(first) and device_of(first) == kept)
-            await until("that the other is not", lambda: other.missing_bytes)
-            await ask(first)
-            assert any(move.cause == f"{pinned}, which is pinned, needs the memory" for move in other.history())
-            say = f"{other.missing_bytes} bytes are missing; {pinned} holds "
-            await until("that it says so", lambda: say in other.state)
-            with pytest.raises(MemoryTaken) as taken:
-                await ask(other, 0.1)
-            assert taken.value.missing_bytes == other.missing_bytes
-            assert pinned in taken.value.holders
-            fleet.add(lost)
-            limit_memory(fleet, 8 << 30)
-            await until("both", lambda: all(map(serves, deployments.controllers.values())))
-            await ask(other)
-
-    scenario(main)
-
-
-def test_new_pinned_model_takes_the_memory_of_one_that_is_not_pinned_without_a_failed_request(tmp_path: Path) -> None:
-    async def main() -> None:
-        fleet = TransformerFleet("a")
-        deployments = deployments_of(tmp_path, fleet)
-        await deployments.create(goal_of(tmp_path, "old"), None)
-        async with running(deployments, fleet):
-            old = deployments.controllers["old"]
-            await until("serving", lambda: serves(old))
-            limit_memory(fleet, int(1.5 * old.plan.devices[0].memory.total))
-            fleet.released.clear()
-            request = asyncio.create_task(ask(old))
-            await until("running", lambda: fleet.running["a"] > 0)
-            await deployments.add(goal_of(tmp_path, "new", pinned=True), None)
-            new = deployments.controllers["new"]
-            fleet.released.set()
-            await until("new", lambda: serves(new))
-            await until("what is missing", lambda: old.missing_bytes)
-            await deployments.remove("new")
-            await request  # it waited for the memory
-            assert old.requests.num_failed == 0
-
-    scenario(main)
+async def test_pinned_model_is_served_after_a_loss_and_the_other_says_what_is_missing(
+    tmp_path: Path, pinned: str
+) -> None:
+    async with two_models_on_two_devices(tmp_path, pinned) as (fleet, deployments):
+        first = deployments.controllers[pinned]
+        (other,) = (each for each in deployments.controllers.values() if each is not first)
+        lost, kept = device_of(first), device_of(other)
+        deployments.device_changed(fleet.kill(lost))
+        await until("that the pinned one is served", lambda: serves(first) and device_of(first) == kept)
+        await until("that the other is not", lambda: other.missing_bytes)
+        await ask(first)
+        assert any(move.cause == f"{pinned}, which is pinned, needs the memory" for move in other.history())
+        say = f"{other.missing_bytes} bytes are missing; {pinned} holds "
+        await until("that it says so", lambda: say in other.state)
+        with pytest.raises(MemoryTaken) as taken:
+            await ask(other, 0.1)
+        assert taken.value.missing_bytes == other.missing_bytes
+        assert pinned in taken.value.holders
+        fleet.add(lost)
+        limit_memory(fleet, 8 << 30)
+        await until("both", lambda: all(map(serves, deployments.controllers.values())))
+        await ask(other)
 
 
-def test_model_that_is_too_large_in_any_case_ends_no_other(tmp_path: Path) -> None:
-    async def main() -> None:
-        fleet = TransformerFleet("a")
-        deployments = deployments_of(tmp_path, fleet)
-        await deployments.create(goal_of(tmp_path, "old"), None)
-        async with running(deployments, fleet):
-            old = deployments.controllers["old"]
-            await until("serving", lambda: serves(old))
-            limit_memory(fleet, int(1.5 * old.plan.devices[0].memory.total))
-            write_model(tmp_path / "large", vocab_size=1 << 24)  # 1.5 GiB
-            await deployments.add(TransformerGoal(model_dir=str(tmp_path / "large"), strategy="hmp", pinned=True), None)
-            large = deployments.controllers["large"]
-            await until("attempts", lambda: num_failures(large) >= 3)
-            assert large.missing_bytes > 1 << 30
-            assert [move.phase for move in old.history()].count("serving") == 1
+async def test_new_pinned_model_takes_the_memory_of_one_that_is_not_pinned_without_a_failed_request(
+    tmp_path: Path,
+) -> None:
+    fleet = TransformerFleet("a")
+    deployments = deployments_of(tmp_path, fleet)
+    await deployments.create(goal_of(tmp_path, "old"), None)
+    async with running(deployments, fleet):
+        old = deployments.controllers["old"]
+        await until("serving", lambda: serves(old))
+        limit_memory(fleet, int(1.5 * old.plan.devices[0].memory.total))
+        fleet.released.clear()
+        request = asyncio.create_task(ask(old))
+        await until("running", lambda: fleet.running["a"] > 0)
+        await deployments.add(goal_of(tmp_path, "new", pinned=True), None)
+        new = deployments.controllers["new"]
+        fleet.released.set()
+        await until("new", lambda: serves(new))
+        await until("what is missing", lambda: old.missing_bytes)
+        await deployments.remove("new")
+        await request  # it waited for the memory
+        assert old.requests.num_failed == 0
 
-    scenario(main)
+
+async def test_model_that_is_too_large_in_any_case_ends_no_other(tmp_path: Path) -> None:
+    fleet = TransformerFleet("a")
+    deployments = deployments_of(tmp_path, fleet)
+    await deployments.create(goal_of(tmp_path, "old"), None)
+    async with running(deployments, fleet):
+        old = deployments.controllers["old"]
+        await until("serving", lambda: serves(old))
+        limit_memory(fleet, int(1.5 * old.plan.devices[0].memory.total))
+        write_model(tmp_path / "large", vocab_size=1 << 24)  # 1.5 GiB
+        await deployments.add(TransformerGoal(model_dir=str(tmp_path / "large"), strategy="hmp", pinned=True), None)
+        large = deployments.controllers["large"]
+        await until("attempts", lambda: num_failures(large) >= 3)
+        assert large.missing_bytes > 1 << 30
+        assert [move.phase for move in old.history()].count("serving") == 1
 
 
-def test_model_that_is_in_vain_given_room_gets_it_once(tmp_path: Path) -> None:
+async def test_model_that_is_in_vain_given_room_gets_it_once(tmp_path: Path) -> None:
     """Where nobody can tell before: it does not fit on the device because of a limit of its own."""
-
-    async def main() -> None:
-        fleet = TransformerFleet("a")
-        deployments = deployments_of(tmp_path, fleet)
-        await deployments.create(goal_of(tmp_path, "old"), None)
-        async with running(deployments, fleet):
-            old = deployments.controllers["old"]
-            await until("serving", lambda: serves(old))
-            limited = goal_of(tmp_path, "new", pinned=True, limits=(parse_limit("a=10MB"),))
-            await deployments.add(limited, None)
-            new = deployments.controllers["new"]
-            await until("attempts", lambda: num_failures(new) >= 3)
-            await until("serving again", lambda: serves(old))
-            assert [move.phase for move in old.history()].count("serving") <= 2
-
-    scenario(main)
+    fleet = TransformerFleet("a")
+    deployments = deployments_of(tmp_path, fleet)
+    await deployments.create(goal_of(tmp_path, "old"), None)
+    async with running(deployments, fleet):
+        old = deployments.controllers["old"]
+        await until("serving", lambda: serves(old))
+        limited = goal_of(tmp_path, "new", pinned=True, limits=(parse_limit("a=10MB"),))
+        await deployments.add(limited, None)
+        new = deployments.controllers["new"]
+        await until("attempts", lambda: num_failures(new) >= 3)
+        await until("serving again", lambda: serves(old))
+        assert [move.phase for move in old.history()].count("serving") <= 2
 
 
-def test_without_pins_no_model_makes_room(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with two_models_on_two_devices(tmp_path, None) as (fleet, deployments):
-            out, other = deployments.controllers.values()
-            deployments.device_changed(fleet.kill(device_of(out)))
-            await until("what is missing", lambda: out.missing_bytes)
-            assert [move.phase for move in other.history()].count("serving") == 1
-            assert serves(other)
-
-    scenario(main)
+async def test_without_pins_no_model_makes_room(tmp_path: Path) -> None:
+    async with two_models_on_two_devices(tmp_path, None) as (fleet, deployments):
+        out, other = deployments.controllers.values()
+        deployments.device_changed(fleet.kill(device_of(out)))
+        await until("what is missing", lambda: out.missing_bytes)
+        assert [move.phase for move in other.history()].count("serving") == 1
+        assert serves(other)
 
 
-def test_request_for_a_model_that_is_not_ready_yet_does_not_speak_of_memory(tmp_path: Path) -> None:
-    async def main() -> None:
-        deployments = deployments_of(tmp_path, TransformerFleet(""))
-        await deployments.create(goal_of(tmp_path), None)
-        with pytest.raises(NotServing):
-            await ask(deployments.controllers["model"], 0.05)
-
-    scenario(main)
+async def test_request_for_a_model_that_is_not_ready_yet_does_not_speak_of_memory(tmp_path: Path) -> None:
+    deployments = deployments_of(tmp_path, TransformerFleet(""))
+    await deployments.create(goal_of(tmp_path), None)
+    with pytest.raises(NotServing):
+        await ask(deployments.controllers["model"], 0.05)

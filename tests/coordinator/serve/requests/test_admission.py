@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.waiting import let_tasks_run
 
 from coordinator.serve.requests.admission import CALLER, Admission
 from hearth.errors import NotServing, QueueFull
@@ -21,12 +22,6 @@ def open_admission(capacity: int = 1, most_waiting: int = 3) -> Admission[str]:
     admission: Admission[str] = Admission(most_waiting)
     admission.open("one", capacity)
     return admission
-
-
-async def let_tasks_run(count: int = 5) -> None:
-    """Run all tasks that can run."""
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 def scenario(main: Callable[[], Awaitable[None]]) -> None:
