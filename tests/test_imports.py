@@ -191,10 +191,7 @@ def loaded_by(statement: str) -> set[str]:
     ("statement", "absent"),
     [
         ("import hearth", {*ML_LIBRARIES, "numpy", "zeroconf", "zmq", "psutil", "agent", "coordinator"}),
-        (
-            "import hearth; hearth.connect",
-            {*ML_LIBRARIES, "numpy", "zeroconf", "psutil", "agent", "coordinator"},
-        ),
+        ("import hearth; hearth.connect", {*ML_LIBRARIES, "numpy", "zeroconf", "psutil", "agent", "coordinator"}),
         ("import agent.daemon.main", {*ML_LIBRARIES, "numpy", "lz4", "coordinator", "agent.worker"}),
         ("import coordinator.cli.app", {*ML_LIBRARIES, "agent"}),
         (

@@ -153,10 +153,7 @@ def test_unit_allows_socket_families_of_multicast_dns(service: str) -> None:
 
 @pytest.mark.parametrize(
     ("service", "prefix", "settings"),
-    [
-        ("hearth-agent", AGENT_PREFIX, AgentSettings),
-        ("hearth-coordinator", COORDINATOR_PREFIX, CoordinatorSettings),
-    ],
+    [("hearth-agent", AGENT_PREFIX, AgentSettings), ("hearth-coordinator", COORDINATOR_PREFIX, CoordinatorSettings)],
 )
 def test_settings_file_lists_exactly_the_settings(
     service: str, prefix: str, settings: type[AgentSettings | CoordinatorSettings]

@@ -18,10 +18,7 @@ from pydantic import BaseModel, ConfigDict
 
 TOOL: Any = {
     "type": "function",
-    "function": {
-        "name": "turn_on",
-        "parameters": {"type": "object", "properties": {"name": {"type": "string"}}},
-    },
+    "function": {"name": "turn_on", "parameters": {"type": "object", "properties": {"name": {"type": "string"}}}},
 }
 
 

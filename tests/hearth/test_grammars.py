@@ -85,9 +85,7 @@ def test_what_cannot_be_compiled_is_refused(grammar: str, reason: str, known: tu
     assert reason in error.value.reason
 
 
-def test_grammar_that_becomes_too_complex_fails_and_does_not_hang(
-    known: tuple[TextTokenizer, Vocabulary],
-) -> None:
+def test_grammar_that_becomes_too_complex_fails_and_does_not_hang(known: tuple[TextTokenizer, Vocabulary]) -> None:
     properties = [f"p{number}" for number in range(400)]
     schema = {"anyOf": [{"type": "object", "properties": {name: {"type": "string"}}} for name in properties]}
     tokenizer, vocabulary = known

@@ -29,14 +29,7 @@ def test_imports_load_no_heavy_libraries(statement: str, forbidden: tuple[str, .
 def test_public_names() -> None:
     import hearth
 
-    assert sorted(hearth.__all__) == [
-        "AsyncHome",
-        "HearthError",
-        "Home",
-        "__version__",
-        "connect",
-        "connect_async",
-    ]
+    assert sorted(hearth.__all__) == ["AsyncHome", "HearthError", "Home", "__version__", "connect", "connect_async"]
     assert all(getattr(hearth, name) for name in hearth.__all__)
     with pytest.raises(AttributeError):
         _ = hearth.nonsense

@@ -103,10 +103,7 @@ MUTATIONS = {
         lambda schedule: schedule.standby and _has("isolate", "stop coordinator")(schedule),
     ),
     "a change of keys is answered before the standby has it": Mutation(
-        Followers,
-        "copy_change",
-        _answer_at_once,
-        _revokes_before_the_leader_is_lost,
+        Followers, "copy_change", _answer_at_once, _revokes_before_the_leader_is_lost
     ),
     "a revoked device stays": Mutation(
         Fleet, "drop_revoked", _nothing, lambda schedule: schedule.revoke_device_at is not None

@@ -11,13 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, TypeAdapter
 
-from agent.worker.tracing import (
-    FACT_PREFIX,
-    Fact,
-    SchedulerIdle,
-    SequenceCancelled,
-    SequenceResumed,
-)
+from agent.worker.tracing import FACT_PREFIX, Fact, SchedulerIdle, SequenceCancelled, SequenceResumed
 
 _FACT: TypeAdapter[Fact] = TypeAdapter(Annotated[Fact, Field(discriminator="fact")])
 

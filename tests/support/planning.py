@@ -58,8 +58,5 @@ def in_process_planning(clock: Callable[[], float] = time.monotonic) -> Iterator
     async def start_none(kind: str) -> Child:
         raise OSError("plans are made in this process")
 
-    with (
-        mock.patch.object(process, "_plan_in_child", plan_all),
-        mock.patch.object(spare, "start_planner", start_none),
-    ):
+    with mock.patch.object(process, "_plan_in_child", plan_all), mock.patch.object(spare, "start_planner", start_none):
         yield

@@ -13,9 +13,7 @@ pytest.importorskip("psutil")
 
 
 from agent.daemon.config import AgentSettings, add_arguments, load_agent_settings
-from hearth.errors import (
-    BadSetting,
-)
+from hearth.errors import BadSetting
 
 
 def settings_of(flags: list[str], **environ: str) -> AgentSettings:

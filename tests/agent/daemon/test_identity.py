@@ -16,9 +16,7 @@ pytest.importorskip("psutil")
 import pytest
 
 from agent.daemon.identity import hardware_fingerprint, load_identity
-from hearth.errors import (
-    BadSetting,
-)
+from hearth.errors import BadSetting
 
 
 def add_interface(
@@ -89,11 +87,7 @@ def test_each_state_directory_has_its_own_device_id(tmp_path: Path) -> None:
 
 
 def test_state_directory_is_locked_by_one_agent(tmp_path: Path) -> None:
-    with (
-        load_identity(tmp_path),
-        pytest.raises(BadSetting, match=f"pid {os.getpid()}"),
-        load_identity(tmp_path),
-    ):
+    with load_identity(tmp_path), pytest.raises(BadSetting, match=f"pid {os.getpid()}"), load_identity(tmp_path):
         pass
 
 

@@ -8,10 +8,7 @@ pytest.importorskip("psutil")
 
 
 from agent.daemon.lease import acquire_lease, keeps_worker, require_lease
-from hearth.errors import (
-    AgentBusy,
-    LeaseLost,
-)
+from hearth.errors import AgentBusy, LeaseLost
 from hearth.protocol import ADOPTION_SECONDS
 
 

@@ -47,11 +47,7 @@ async def test_link_is_measured_within_limits_for_authorised_peers() -> None:
     mine, theirs = new_keypair(), new_keypair()
     async with link_server(theirs, no_chunk) as server:
         request = wire.MeasureLink(
-            host="127.0.0.1",
-            port=server.port,
-            peer_public_key=theirs.public,
-            max_bytes=8 << 20,
-            max_seconds=1.0,
+            host="127.0.0.1", port=server.port, peer_public_key=theirs.public, max_bytes=8 << 20, max_seconds=1.0
         )
         with pytest.raises(WrongKey):
             await measure_link(request, mine)

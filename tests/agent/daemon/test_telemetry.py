@@ -19,9 +19,7 @@ from agent.daemon import nvml
 from agent.daemon.config import AgentSettings, load_agent_settings
 from agent.daemon.gpu import GpuReader, Probed, parse_probe, tegra_model, with_context
 from agent.daemon.telemetry import TelemetryReader, cpu_model, memory, memory_budget, temperature
-from hearth.errors import (
-    BadSetting,
-)
+from hearth.errors import BadSetting
 
 pytest.importorskip("psutil")
 

@@ -40,13 +40,7 @@ from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.methods import GRAPH_METHODS
 from coordinator.plan.transformer.choose import plan_transformer
-from coordinator.plan.transformer.explain import (
-    best_of_each_strategy,
-    bottleneck,
-    candidate_as_json,
-    why_lost,
-    why_won,
-)
+from coordinator.plan.transformer.explain import best_of_each_strategy, bottleneck, candidate_as_json, why_lost, why_won
 from coordinator.plan.transformer.request import PlanRequest
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.state import GraphGoal, TransformerGoal

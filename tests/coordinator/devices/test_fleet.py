@@ -412,8 +412,7 @@ async def test_device_that_others_wait_for_and_that_does_not_answer_is_dead_at_o
 
 
 async def test_second_witness_that_reports_while_the_device_is_asked_shortens_the_wait_for_its_answer(
-    agent: FakeAgent,
-    monkeypatch: pytest.MonkeyPatch,
+    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_module, "LATE_SECONDS", 1.0)
 

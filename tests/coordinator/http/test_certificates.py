@@ -40,10 +40,7 @@ def client(authority: Path) -> ssl.SSLContext:
 def handshake(name: str, of_client: ssl.SSLContext, of_server: ssl.SSLContext) -> None:
     """Raises ssl.SSLCertVerificationError if the client does not accept the certificate for this name."""
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (
-        of_client.wrap_bio(back, there, server_hostname=name),
-        of_server.wrap_bio(there, back, server_side=True),
-    )
+    ends = (of_client.wrap_bio(back, there, server_hostname=name), of_server.wrap_bio(there, back, server_side=True))
     done = [False, False]
     while not all(done):
         for index, end in enumerate(ends):

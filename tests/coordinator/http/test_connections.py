@@ -55,13 +55,7 @@ async def received(port: int, *pieces: bytes) -> bytes:
 
 @pytest.mark.parametrize(
     ("pieces", "num_answers"),
-    [
-        ((), 0),
-        ((b"POST / HT",), 0),
-        ((REQUEST[:-2],), 0),
-        ((REQUEST, REQUEST[:30]), 1),
-        ((REQUEST, REQUEST[:-1]), 1),
-    ],
+    [((), 0), ((b"POST / HT",), 0), ((REQUEST[:-2],), 0), ((REQUEST, REQUEST[:30]), 1), ((REQUEST, REQUEST[:-1]), 1)],
 )
 async def test_request_that_does_not_arrive_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...], num_answers: int

@@ -73,11 +73,7 @@ def test_coordinator_starts_although_its_folder_cannot_be_locked(
 
 
 def test_coordinator_settings_come_from_flags_then_environment() -> None:
-    environ = {
-        "HOME": "/h",
-        "HEARTH_COORDINATOR_PORT": "5",
-        "HEARTH_COORDINATOR_MDNS_INTERFACES": "1.2.3.4, 5.6.7.8",
-    }
+    environ = {"HOME": "/h", "HEARTH_COORDINATOR_PORT": "5", "HEARTH_COORDINATOR_MDNS_INTERFACES": "1.2.3.4, 5.6.7.8"}
     assert load_coordinator_settings({}, environ).port == 5
     assert load_coordinator_settings({"port": 6}, environ).port == 6
     assert load_coordinator_settings({}, environ).interfaces == ["1.2.3.4", "5.6.7.8"]

@@ -87,8 +87,7 @@ def test_typing_errors_are_detected(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "hearth-home-1:", "hearth-home-2:abc", "not a key", "hearth-app-1:e30=", "hearth-home-1:\udcff"],
+    "text", ["", "hearth-home-1:", "hearth-home-2:abc", "not a key", "hearth-app-1:e30=", "hearth-home-1:\udcff"]
 )
 def test_malformed_text_raises_bad_key(text: str) -> None:
     with pytest.raises(BadKey):

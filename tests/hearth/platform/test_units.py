@@ -20,8 +20,7 @@ def test_suffixes_multiply_exactly(number: int, suffix: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [("800M", 800_000_000), ("2GiB", 2 << 30), ("1.5 ki", 1536), ("12", 12), ("3 kb", 3000)],
+    ("text", "expected"), [("800M", 800_000_000), ("2GiB", 2 << 30), ("1.5 ki", 1536), ("12", 12), ("3 kb", 3000)]
 )
 def test_sizes_are_parsed(text: str, expected: int) -> None:
     assert parse_bytes(text) == expected
@@ -45,11 +44,6 @@ def test_invalid_times_are_rejected(text: str) -> None:
 
 
 def test_sizes_are_formatted() -> None:
-    assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 40)] == [
-        "12 B",
-        "1.50 KiB",
-        "5.00 MiB",
-        "3.00 TiB",
-    ]
+    assert [format_bytes(n) for n in (12, 1536, 5 << 20, 3 << 40)] == ["12 B", "1.50 KiB", "5.00 MiB", "3.00 TiB"]
     assert [format_seconds(s) for s in (2.5, 0.0352, 0.00018)] == ["2.50 s", "35.2 ms", "180 µs"]
     assert [format_rate(r) for r in (15.625e6, 1.25e8)] == ["125 Mbit/s", "1.00 Gbit/s"]

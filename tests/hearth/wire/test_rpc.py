@@ -292,11 +292,7 @@ async def test_request_is_authorised_before_it_is_decoded() -> None:
 
 
 async def test_requests_of_a_key_start_at_a_limited_rate_and_others_are_not_delayed() -> None:
-    async with pair(policy=Policy(limits=lambda public_key: Limits(per_second=20.0, burst=5.0))) as (
-        _,
-        client,
-        _,
-    ):
+    async with pair(policy=Policy(limits=lambda public_key: Limits(per_second=20.0, burst=5.0))) as (_, client, _):
         began = time.monotonic()
         await asyncio.gather(*(client.call(wire.Done(), timeout_seconds=30) for _ in range(15)))
         assert time.monotonic() - began > 0.4
@@ -304,11 +300,7 @@ async def test_requests_of_a_key_start_at_a_limited_rate_and_others_are_not_dela
 
 async def test_key_whose_requests_hold_too_much_memory_is_refused() -> None:
     policy = Policy(limits=lambda public_key: Limits(total_bytes=1 << 20, request_bytes=1 << 20))
-    async with pair(policy=policy) as (
-        server,
-        client,
-        _,
-    ):
+    async with pair(policy=policy) as (server, client, _):
         with pytest.raises(errors.FrameTooLarge):
             await client.call(wire.Done(), [bytes(2 << 20)], timeout_seconds=30)
         waiting = asyncio.create_task(client.call(wire.ListDevices(), [bytes(1 << 19)], timeout_seconds=30))

@@ -100,10 +100,7 @@ async def test_v1_server_error_names_both_versions(answer: bytes) -> None:
 
 
 async def test_server_downgraded_to_v1_raises_the_version_error() -> None:
-    async with (
-        guarded_context(admits) as context,
-        version_1(context, VERSION_1["agent_state"]) as port,
-    ):
+    async with guarded_context(admits) as context, version_1(context, VERSION_1["agent_state"]) as port:
         client = RpcClient(context, f"tcp://127.0.0.1:{port}", Access(CLIENT, SERVER.public), "client")
         with pytest.raises(ProtocolMismatch):
             await client.call(Done(), timeout_seconds=30)

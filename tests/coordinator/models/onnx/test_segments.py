@@ -109,8 +109,7 @@ def test_segment_lists_large_weights_and_embeds_small_ones(tmp_path: Path) -> No
     assert data.nbytes == 32768
     assert data == model.file.read(other)
     np.testing.assert_array_equal(
-        np.frombuffer(data, np.float32).reshape(64, 128),
-        onnx.numpy_helper.to_array(onnx_models.weight("w", 64, 128)),
+        np.frombuffer(data, np.float32).reshape(64, 128), onnx.numpy_helper.to_array(onnx_models.weight("w", 64, 128))
     )
     inside = {each.name for each in onnx.load_from_string(segments[1].proto).graph.initializer}
     assert inside == {"w", "v", "u", "sizes"}

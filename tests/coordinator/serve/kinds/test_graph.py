@@ -27,11 +27,7 @@ from hearth import errors
 from hearth.plan.graph_spec import Tensor
 from hearth.plan.plan import Plan
 from hearth.wire.framing import pack_array, unpack_array
-from hearth.wire.messages import (
-    ArrayInfo,
-    Infer,
-    Run,
-)
+from hearth.wire.messages import ArrayInfo, Infer, Run
 
 # ---- arrays -----------------------------------------------------------------------------------------------------------
 
