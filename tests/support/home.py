@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 from support.profiles import MeasuredProfiles
@@ -40,14 +41,9 @@ class TestHome:
         self.key = folder / "key"
         save_credential(self.key, new_home_key())
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._device_ids: set[str] = set()
-        self._served: dict[Path, tuple[str, ...]] = {}  # by a coordinator's cache of profiles: its options
+        self._device_ids: dict[str, str] = {}  # by agent
+        self._served: dict[tuple[Path, Path, tuple[str, ...]], None] = {}  # cache of profiles, model, options
         self._began: dict[str, int] = {}  # by program: offset in its log of the current run
-
-    @property
-    def device_ids(self) -> set[str]:
-        """The ids of the devices that were started."""
-        return set(self._device_ids)
 
     def __enter__(self) -> TestHome:
         return self
@@ -65,9 +61,9 @@ class TestHome:
 
     def start_agent(self, name: str, *options: str) -> None:
         with load_identity(self.folder / name / "state") as identity:  # made here, as its profile must be there first
-            self._device_ids.add(identity.device_id)
-        for cache_dir, options_of_serve in self._served.items():
-            self.copy_profiles(cache_dir, *options_of_serve)
+            self._device_ids[name] = identity.device_id
+        for cache_dir, model, options_of_serve in self._served:
+            self._copy_profiles(cache_dir, model, options_of_serve)
         self._start(
             name,
             "hearth-agent", "--name", name, "--key-path", str(self.key),
@@ -76,11 +72,20 @@ class TestHome:
             "--data-ports", "0-0", "--threads", "1", *options,
         )  # fmt: skip
 
-    def start_coordinator(self, *options: str, model: bool = True, name: str = "coordinator") -> None:
-        arguments = [str(self.model_dir)] if model else []
-        if model:
-            self._served[self.folder / name / "profiles"] = options
-            self.copy_profiles(self.folder / name / "profiles", *options)
+    def have_agents(self, names: Iterable[str]) -> None:
+        """Start those of these agents that do not run, and stop all others."""
+        for name in self._device_ids.keys() - set(names):
+            self.stop(name)
+        for name in names:
+            if not self.runs(name):
+                self.start_agent(name)
+
+    def start_coordinator(self, *options: str, model: Path | bool = True, name: str = "coordinator") -> None:
+        """`model`: True is the home's; with False, the coordinator serves what it served before."""
+        served = self.model_dir if model is True else model
+        if served:
+            self.add_profiles(served, *options, name=name)
+        arguments = [str(served)] if served else []
         self._start(
             name,
             "hearth", "serve", *arguments, "--key", str(self.key), "--port", "0", "--name", name,
@@ -126,12 +131,10 @@ class TestHome:
         )  # fmt: skip
 
     @contextmanager
-    def serving(self, names: Iterable[str], *options: str) -> Iterator[Home]:
+    def serving(self, names: Iterable[str], *options: str, model: Path | bool = True) -> Iterator[Home]:
         """A client of the home while it has these agents, which stay, and a coordinator with these options, which ends."""
-        for name in names:
-            if not self.runs(name):
-                self.start_agent(name)
-        self.start_coordinator(*options)
+        self.have_agents(names)
+        self.start_coordinator(*options, model=model)
         try:
             with self.ready() as home:
                 yield home
@@ -190,10 +193,15 @@ class TestHome:
     def _log_bytes(self, name: str) -> bytes:
         return (self.folder / f"{name}.log").read_bytes()
 
-    def copy_profiles(self, cache_dir: Path, *options: str) -> None:
-        """Write the profiles of the devices so far into the cache of a coordinator with these options."""
+    def add_profiles(self, model: Path, *options: str, name: str = "coordinator") -> None:
+        """Have a coordinator find the profiles of this model for all devices in its cache, unless it is to measure them."""
+        served = (self.folder / name / "profiles", model, options)
+        self._served[served] = None
+        self._copy_profiles(*served)
+
+    def _copy_profiles(self, cache_dir: Path, model: Path, options: tuple[str, ...]) -> None:
         if self._profiles is not None:
-            self._profiles.copy_to(cache_dir, self.model_dir, self._device_ids, *options)
+            self._profiles.copy_to(cache_dir, model, self._device_ids.values(), *options)
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
         command = [str(Path(sys.executable).parent / program), *arguments]
@@ -203,6 +211,19 @@ class TestHome:
             self._processes[name] = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environ
             )
+
+
+def plan_of(client: Home) -> Any:
+    """The plan that the home serves."""
+    plan = client.status().plan
+    assert plan is not None
+    return plan
+
+
+def plan_devices(client: Home) -> list[str]:
+    """The names of its devices, by rank; none while there is no plan."""
+    plan = client.status().plan
+    return [device.name for device in plan.devices] if plan is not None else []
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A home of three devices that run an encoder: the bytes that workers count, a killed worker, a revoked device."""
+"""A home of three devices that run an encoder: bytes that workers count, a killed worker, a standby, a revoked device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from support.home import LOOPBACK, TestHome
+from support.clients import Clients
+from support.home import LOOPBACK, TestHome, plan_devices, plan_of
 from support.models import save_random_model, small_bert
 from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
@@ -23,7 +24,7 @@ from coordinator.plan.simulator import ResourceKind
 from coordinator.plan.transformer.cost.layout import PlanLayout
 from coordinator.plan.transformer.strategies import strategy_of_body
 from coordinator.serve.replan.drift import BASELINE_STEPS, SUSTAINED_STEPS
-from hearth.client.sync import Home
+from hearth.client.sync import Home, connect
 from hearth.errors import HearthError
 from hearth.plan.plan import TransformerPlan, is_transformer_plan
 from hearth.plan.profile import BlockProfile, ClusterProfile, DeviceProfile, LatencyCurve, Link
@@ -80,8 +81,8 @@ def encoder_home(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFa
         home.start_agent("a")
         home.start_agent("b", "--key-path", str(home.folder / "b.key"))
         home.start_agent("c")
-        options = ("--strategy", "hmp", "--seq-len", str(SEQ_LEN), "--lz4", "off", "--min-devices", "3")
-        home.start_coordinator(*options, "--devices", f"{LOOPBACK}:{home.port('b')}")
+        options = ("--strategy", "hmp", "--seq-len", str(SEQ_LEN), "--lz4", "off", "--min-devices", "3", "--pin")
+        home.start_coordinator(*options, "--as", "small", "--devices", f"{LOOPBACK}:{home.port('b')}")
         with home.connect() as client:
             client.add_device("b", agent_trust(device).own.public)
         home.ready().close()
@@ -90,8 +91,7 @@ def encoder_home(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFa
 
 def test_workers_count_the_bytes_that_the_plan_moves(encoder_home: TestHome) -> None:
     with encoder_home.ready() as home:
-        plan = home.status().plan
-        assert plan is not None
+        plan = plan_of(home)
         assert is_transformer_plan(plan)
         assert plan.num_ranks == 3
         planned = planned_bytes(plan)
@@ -134,26 +134,61 @@ def test_survivors_of_a_killed_worker_keep_their_processes(encoder_home: TestHom
         again = home.hidden_states(TOKENS, timeout_seconds=60.0)  # waits for the next plan
         pause = time.monotonic() - killed
         np.testing.assert_allclose(again, before, rtol=1e-4, atol=1e-4)
-        assert devices_of_the_plan(home) == {"a", "b", "c"}  # the dead worker starts again
+        assert {*plan_devices(home)} == {"a", "b", "c"}  # the dead worker starts again
         assert {name: encoder_home.worker_pid(name) for name in "ac"} == {name: pids[name] for name in "ac"}
         history = [(round(each.seconds_ago, 2), each.phase) for each in home.status().history]
         print(f"pause {pause:.2f} s: {history}")
 
 
-def devices_of_the_plan(home: Home) -> set[str]:
-    plan = home.status().plan
-    return {planned.name for planned in plan.devices} if plan is not None else set()
+def test_standby_takes_over_the_running_workers(encoder_home: TestHome) -> None:
+    home = encoder_home
+    with home.ready() as client:
+        expected = client.hidden_states(TOKENS)
+    leader = f"{LOOPBACK}:{home.port('coordinator')}"
+    home.start_coordinator("--standby", "--leader", leader, model=False, name="standby")
+    wait_for("the copy of the state", lambda: "the standby of coordinator\n" in home.log("standby"), 30.0)
+    assert "this is the standby of coordinator" in home.run("status", name="standby", check=True).stdout
+    workers = [home.worker_pid(name) for name in "abc"]
+    standby = f"{LOOPBACK}:{home.port('standby')}"
+
+    def ask(client: Home) -> None:
+        assert np.allclose(client.hidden_states(TOKENS, timeout_seconds=10.0), expected, atol=1e-5)
+
+    with Clients(home, [ask], lambda: connect(f"{leader},{standby}", key=home.key)) as clients:
+        clients.wait_for_answers(30.0)
+        killed, killed_at = time.monotonic(), time.time()
+        home.kill("coordinator")
+        clients.wait_for_answers(60.0)
+    with connect(standby, key=home.key) as client:
+        (served,) = client.models()
+        assert (served.deployment, served.pinned) == ("small", True)
+        events = client.events(follow=False)
+        ended = [each.unix_seconds for each in events if each.event.kind == "request_ended"]
+    assert min(ended) < killed_at  # of requests that the leader answered
+    for name in "abc":
+        assert "coordinator has ended: its connection is closed" in home.log(name)
+    print(f"pause: {min(ended for began, ended in clients.calls[0] if began > killed) - killed:.2f} s")
+    assert [home.worker_pid(name) for name in "abc"] == workers
+    home.start_coordinator("--leader", standby, model=False)
+    wait_for("the old leader to stand by", lambda: "the standby of standby" in home.log("coordinator"), 30.0)
+    os.kill(home.pid("standby"), signal.SIGTERM)  # a planned stop hands over
+    wait_for("the old leader to take over", lambda: "took over from standby" in home.log("coordinator"), 30.0)
+    assert home.wait("standby") == 0
+    with home.connect() as client:
+        client.wait_ready(30.0)
+        assert np.allclose(client.hidden_states(TOKENS), expected, atol=1e-5)
+    assert [home.worker_pid(name) for name in "abc"] == workers
 
 
 def test_device_with_its_own_key_serves_until_it_is_revoked(encoder_home: TestHome) -> None:
     """Must be the last test of this home."""
     with encoder_home.ready() as client:
-        assert devices_of_the_plan(client) == {"a", "b", "c"}
+        assert {*plan_devices(client)} == {"a", "b", "c"}
         before = client.hidden_states([1, 2, 3])
         client.revoke_device("b")
         after = client.hidden_states([1, 2, 3], timeout_seconds=60)
         assert abs(before - after).max() < 1e-5
-        assert wait_for("a plan without it", lambda: devices_of_the_plan(client) == {"a", "c"}, 60)
+        assert wait_for("a plan without it", lambda: {*plan_devices(client)} == {"a", "c"}, 60)
         (revoked,) = [each for each in client.devices().devices if each.name == "b"]
         assert (revoked.state, revoked.reason) == ("refused", "its key was revoked")
         client.revoke_device("b")  # a repetition has no effect

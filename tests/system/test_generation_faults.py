@@ -1,4 +1,4 @@
-"""Text generation in homes of real processes that lose a worker, a device, the coordinator or a client: no token changes."""
+"""Text generation in a home that loses workers, devices, the coordinator or clients, or has a draft: no token changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support.home import LOOPBACK, TestHome
+from support.home import LOOPBACK, TestHome, plan_devices, plan_of
 from support.models import endless_decoder, save_random_model
 from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
@@ -23,6 +23,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from support.reference import greedy
 
+from hearth.client.answers import Usage
 from hearth.client.sync import Home
 from hearth.errors import QueueFull
 
@@ -32,22 +33,16 @@ PROMPT = [1, *range(40, 60)]
 CONTEXT = 320
 
 
-@pytest.fixture(scope="module")
-def slow_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Deep rather than wide: starts quickly, and answers take long enough to be interrupted."""
-    config = endless_decoder(
-        num_hidden_layers=16, hidden_size=240, num_attention_heads=12, intermediate_size=640,
-        max_position_embeddings=8192,
-    )  # fmt: skip
-    return save_random_model(tmp_path_factory.mktemp("slow"), config, generates=True)
+# Deep rather than wide: starts quickly, and answers take long enough to be interrupted.
+SLOW = {"num_hidden_layers": 16, "hidden_size": 240, "num_attention_heads": 12, "intermediate_size": 640}
 
 
 @pytest.fixture(scope="module")
-def running_home(
-    slow_model_dir: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TestHome]:
+def running_home(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """The home of all tests of this module, which begin with those that need the fewest devices."""
-    with TestHome(tmp_path_factory.mktemp("home"), slow_model_dir, profiles) as running_home:
+    folder = tmp_path_factory.mktemp("home")
+    config = endless_decoder(**SLOW, max_position_embeddings=8192)
+    with TestHome(folder, save_random_model(folder / "slow", config, generates=True), profiles) as running_home:
         yield running_home
 
 
@@ -125,6 +120,98 @@ def _is_served(home: Home) -> bool:
     return True
 
 
+# ---- with a draft model -------------------------------------------------------------------------------------------------
+
+COUNT = 200
+OPTIONS = ("--min-devices", "2", "--strategy", "hmp", "--context", str(CONTEXT))
+SAMPLED = {"temperature": 1.0, "top_k": 50, "seed": 7}  # nothing repeats itself, so only a draft model guesses right
+
+
+@pytest.fixture(scope="module")
+def guessed_dir(running_home: TestHome) -> Path:
+    """A deep model, of whose layers only the first changes anything."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    whole = save_random_model(running_home.folder / "whole", endless_decoder(**SLOW), generates=True)
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    with torch.no_grad():
+        for layer in model.model.layers[1:]:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+    model.save_pretrained(running_home.folder / "guessed")
+    return running_home.folder / "guessed"
+
+
+@pytest.fixture(scope="module")
+def draft_options(guessed_dir: Path) -> tuple[str, ...]:
+    """With the first layer alone, which computes the same and takes a sixteenth of the time."""
+    from transformers import AutoModelForCausalLM
+
+    directory = guessed_dir.with_name("draft")
+    AutoModelForCausalLM.from_pretrained(guessed_dir, num_hidden_layers=1).save_pretrained(directory)
+    return (*OPTIONS, "--draft", str(directory))
+
+
+@pytest.fixture(scope="module")
+def without_draft(running_home: TestHome, guessed_dir: Path) -> list[int]:
+    """The sampled answer."""
+    with running_home.serving("ab", *OPTIONS, model=guessed_dir) as home:
+        return ask(home, **SAMPLED)[0]
+
+
+def ask(home: Home, **sampling: float) -> tuple[list[int], Usage]:
+    answer = home.generate(token_ids=PROMPT, max_tokens=COUNT, timeout_seconds=120.0, **sampling)  # type: ignore[arg-type]
+    assert answer.text() == ""
+    assert answer.usage is not None
+    return answer.token_ids, answer.usage
+
+
+def draft_device(home: Home) -> str:
+    """The device that the plan gives the draft model, the first one."""
+    plan = plan_of(home)
+    assert plan.body.generation.draft is not None
+    return str(plan.devices[0].name)
+
+
+def test_answers_with_a_draft_are_those_without_it(
+    running_home: TestHome, guessed_dir: Path, draft_options: tuple[str, ...], without_draft: list[int]
+) -> None:
+    """Also if the device with the draft model is killed."""
+    with running_home.serving("ab", *draft_options, model=guessed_dir) as home:
+        victim = draft_device(home)
+        assert ask(home)[0] == greedy(guessed_dir, PROMPT, COUNT)
+        found, usage = ask(home, **SAMPLED)
+        assert found == without_draft
+        assert usage.num_accepted_tokens > COUNT / 2
+        answer = home.generate(token_ids=PROMPT, max_tokens=COUNT, timeout_seconds=120.0, **SAMPLED)  # type: ignore[arg-type]
+        for _ in itertools.islice(answer, 30):
+            pass
+        running_home.kill(victim)
+        assert answer.text() == ""
+        assert answer.token_ids == without_draft
+        survivor = {"a": "b", "b": "a"}[victim]
+        wait_for("a draft model on the other device", lambda: draft_device(home) == survivor)
+        found, usage = ask(home, **SAMPLED)
+        assert found == without_draft
+        assert usage.num_accepted_tokens > COUNT / 2
+        assert home.status().failed_requests == 0
+
+
+def test_draft_of_another_vocabulary_is_refused(running_home: TestHome, guessed_dir: Path, tmp_path: Path) -> None:
+    other = save_random_model(tmp_path / "other", endless_decoder(vocab_size=2000, num_hidden_layers=1), generates=True)
+    running_home.start_coordinator(*OPTIONS, "--draft", str(other), model=guessed_dir)
+    assert running_home.wait("coordinator") not in (0, None)
+    said = running_home.log_of_run("coordinator")
+    assert "--draft" in said
+    assert "other has 2000 tokens" in said
+    assert "choose a draft model of the same family as the model, or omit --draft" in said
+    assert "Traceback" not in said
+
+
+# ---- lost devices and workers ---------------------------------------------------------------------------------------------
+
+
 def test_device_lost_during_an_answer_changes_no_token(running_home: TestHome) -> None:
     count = 40
     options = ("--strategy", "hmp", "--min-devices", "2", "--context", str(CONTEXT))
@@ -160,10 +247,8 @@ def test_worker_killed_during_an_answer_changes_no_token(running_home: TestHome)
         os.kill(pid, signal.SIGKILL)
         assert answer.text() == ""
         assert answer.token_ids == greedy(running_home.model_dir, PROMPT, count)
-        plan = home.status().plan
-        assert plan is not None
-        assert victim in {device.name for device in plan.devices}
-        assert len(plan.body.layers) == 3
+        assert victim in plan_devices(home)
+        assert len(plan_of(home).body.layers) == 3
         assert running_home.worker_pid(victim) not in (None, pid)
         assert home.status().failed_requests == 0
         assert "trying again" not in running_home.log_of_run("coordinator")
@@ -174,9 +259,7 @@ def test_killed_device_does_not_cost_the_kv_cache(running_home: TestHome) -> Non
     count = 200
     options = ("--strategy", "hmp", "--min-devices", "3", "--context", str(CONTEXT))
     with running_home.serving("abc", *options) as home:
-        plan = home.status().plan
-        assert plan is not None
-        assert plan.body.generation.kv_copies
+        assert plan_of(home).body.generation.kv_copies
         logged = len(running_home.log("a"))
         answer = home.generate(token_ids=PROMPT, max_tokens=count, timeout_seconds=120.0)
         for _ in itertools.islice(answer, 100):

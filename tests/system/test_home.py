@@ -17,7 +17,7 @@ import psutil
 import pytest
 from support.contexts import zmq_context
 from support.gateway_faults import CALL_SECONDS, survive_gateway_faults
-from support.home import LOOPBACK, TestHome, home_of
+from support.home import LOOPBACK, TestHome, home_of, plan_of
 from support.models import save_random_model, small_bert
 from support.plans import BERT_LARGE
 from support.profiles import MeasuredProfiles
@@ -91,8 +91,7 @@ def test_chunks_needed_by_two_devices_leave_the_coordinator_once(sp_pair: TestHo
     assert sizes is not None
     pushed, passed = map(parse_bytes, sizes.groups())
     with sp_pair.ready() as home:
-        plan = home.status().plan
-    assert plan is not None
+        plan = plan_of(home)
     assert isinstance(plan.body, TensorParallel)
     if plan.body.embedding == "replicated":  # both devices need all chunks
         assert passed == pushed
@@ -102,24 +101,22 @@ def test_chunks_needed_by_two_devices_leave_the_coordinator_once(sp_pair: TestHo
 
 def test_restarted_coordinator_takes_over_the_running_workers(sp_pair: TestHome) -> None:
     with sp_pair.ready() as home:
-        before, epoch = home.hidden_states(TOKENS), home.status().plan.epoch  # type: ignore[union-attr]
+        before, epoch = home.hidden_states(TOKENS), plan_of(home).epoch
     workers = [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")]
     sp_pair.kill("coordinator")
     sp_pair.start_coordinator(model=False)
     with sp_pair.ready() as home:
         assert np.array_equal(home.hidden_states(TOKENS), before)
-        status = home.status()
-        assert status.plan is not None
-        assert status.plan.epoch == epoch
-        assert [move.phase for move in status.history] == ["adopting", "warming", "serving"]
+        assert plan_of(home).epoch == epoch
+        assert [move.phase for move in home.status().history] == ["adopting", "warming", "serving"]
     assert [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")] == workers
 
 
 def test_model_is_served_again_after_a_power_cut(sp_pair: TestHome) -> None:
+    """Without the chunks whose writing the power cut interrupted, and with one that it damaged."""
     names = ["a", "b", "coordinator"]
     with sp_pair.connect() as home:
-        before = home.hidden_states(TOKENS)
-        epoch = home.status().plan.epoch  # type: ignore[union-attr]
+        before, epoch = home.hidden_states(TOKENS), plan_of(home).epoch
     chunks = _stored_chunks(sp_pair.folder)
     workers = [sp_pair.worker_pid("a"), sp_pair.worker_pid("b")]
     for name in names:
@@ -127,7 +124,9 @@ def test_model_is_served_again_after_a_power_cut(sp_pair: TestHome) -> None:
     for pid in workers:
         assert pid is not None
         wait_for("the workers to die with their daemons", lambda pid=pid: not psutil.pid_exists(pid))
-    lost = sorted(chunks)[::10]  # as if the power cut had interrupted a push
+    damaged, *lost = sorted(chunks)[::10]
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
     for path in lost:
         path.unlink()
     random.shuffle(names)
@@ -138,12 +137,11 @@ def test_model_is_served_again_after_a_power_cut(sp_pair: TestHome) -> None:
             sp_pair.start_agent(name)
     with sp_pair.ready() as home:
         assert np.array_equal(home.hidden_states(TOKENS), before)
-        plan = home.status().plan
-        assert plan is not None
-        assert plan.epoch > epoch
+        assert plan_of(home).epoch > epoch
     stored = _stored_chunks(sp_pair.folder)
     assert set(stored) == set(chunks)
-    assert {path for path in stored if stored[path] != chunks[path]} == set(lost)  # no other chunk was sent again
+    assert {path for path in stored if stored[path] != chunks[path]} == {damaged, *lost}  # no other was sent again
+    assert damaged.read_bytes() == whole
 
 
 def _stored_chunks(folder: Path) -> dict[Path, int]:
@@ -319,9 +317,8 @@ def test_state_of_an_earlier_commit_is_served_without_a_command(pair: TestHome) 
 
     pair.start_coordinator(model=False)
     with pair.ready() as home:
-        after, plan = home.hidden_states(TOKENS), home.status().plan
+        after, plan = home.hidden_states(TOKENS), plan_of(home)
     assert "planning" not in pair.log_of_run("coordinator")
-    assert plan is not None
     assert isinstance(plan.body, Pipeline)
     assert plan.body.layers == tuple(deployment["plan"]["body"]["layers"])
     assert [device.name for device in plan.devices] == [device["name"] for device in deployment["plan"]["devices"]]

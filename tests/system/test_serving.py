@@ -1,18 +1,17 @@
-"""A home of real processes that generates text, and then also serves sentence embeddings and an ONNX graph."""
+"""A home of real processes that generates text, then also serves sentence embeddings and an ONNX graph, then pins a model."""
 
 from __future__ import annotations
 
 import itertools
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.clients import Ask, Clients
 from support.gateway_faults import CALL_SECONDS, survive_gateway_faults
 from support.graphs import save_two_branch_model
 from support.home import TestHome, home_of
@@ -25,7 +24,8 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 from support.reference import greedy, hidden_states
 
 from hearth.client.sync import Home
-from hearth.errors import BadRequest, BadSetting, ContextTooLong, UnknownModel
+from hearth.errors import BadRequest, BadSetting, ContextTooLong, MemoryTaken, UnknownModel
+from hearth.wire.messages import ServedModel
 
 ort = pytest.importorskip("onnxruntime", reason="onnxruntime has no wheel for this Python here")
 pytestmark = pytest.mark.processes
@@ -134,12 +134,11 @@ def test_requests_above_limits_and_invalid_ones_are_rejected(chat_home: TestHome
 
 
 @pytest.fixture(scope="module")
-def home(chat_home: TestHome, models: dict[str, Path], profiles: MeasuredProfiles) -> TestHome:
+def home(chat_home: TestHome, models: dict[str, Path]) -> TestHome:
     """The same home, which serves three models at once from now on."""
-    state_dir = chat_home.folder / "coordinator"
     for name in ("sentences", "detector"):
-        profiles.copy_to(state_dir / "profiles", models[name], chat_home.device_ids)
-        hearth(chat_home, "serve", str(models[name]), "--state-dir", str(state_dir))
+        chat_home.add_profiles(models[name])
+        hearth(chat_home, "serve", str(models[name]), "--state-dir", str(chat_home.folder / "coordinator"))
     return chat_home
 
 
@@ -150,12 +149,16 @@ def hearth(home: TestHome, *arguments: str) -> str:
     return done.stdout
 
 
-def checks(models: dict[str, Path]) -> dict[str, Callable[[Home], None]]:
+def reference_scores(models: dict[str, Path]) -> Any:
+    session = ort.InferenceSession(str(models["detector"]), providers=["CPUExecutionProvider"])
+    return session.run(["scores"], IMAGE)[0]
+
+
+def checks(models: dict[str, Path]) -> dict[str, Ask]:
     """A request to each model, whose answer must equal that of the reference on one device."""
     tokens = greedy(models["chat"], PROMPT, 12)
     rows = hidden_states(models["sentences"], [TOKENS])
-    session = ort.InferenceSession(str(models["detector"]), providers=["CPUExecutionProvider"])
-    (scores,) = session.run(["scores"], IMAGE)
+    scores = reference_scores(models)
 
     def chat(home: Home) -> None:
         answer = home.generate(token_ids=PROMPT, max_tokens=12, timeout_seconds=120.0)
@@ -169,33 +172,6 @@ def checks(models: dict[str, Path]) -> dict[str, Callable[[Home], None]]:
         assert np.abs(home.infer(IMAGE, 120.0)["scores"] - scores).max() < 1e-4
 
     return {"chat": chat, "sentences": sentences, "detector": detector}
-
-
-@contextmanager
-def load(home: TestHome, asked: dict[str, Callable[[Home], None]]) -> Iterator[dict[str, int]]:
-    """Requests to these models, one after the other each, while the block runs; yields how many each has answered."""
-    counts, errors = dict.fromkeys(asked, 0), []
-    ending = threading.Event()
-
-    def ask(name: str) -> None:
-        try:
-            with home.connect() as client:
-                while not ending.is_set():
-                    asked[name](client)
-                    counts[name] += 1
-        except BaseException as error:  # reported below, in the test's thread
-            errors.append((name, error))
-
-    threads = [threading.Thread(target=ask, args=(name,)) for name in asked]
-    for thread in threads:
-        thread.start()
-    try:
-        yield counts
-    finally:
-        ending.set()
-        for thread in threads:
-            thread.join(240.0)
-    assert errors == []
 
 
 def test_requests_go_to_the_model_that_they_name_or_to_the_default_of_their_kind(
@@ -233,10 +209,9 @@ def test_commands_ask_the_model_that_they_name(home: TestHome, models: dict[str,
 def test_one_model_is_stopped_and_started_under_load_of_the_others(home: TestHome, models: dict[str, Path]) -> None:
     asked = checks(models)
     detector = asked.pop("detector")
-    with load(home, asked) as counts:
+    with Clients(home, [*asked.values()]) as clients:
         hearth(home, "stop", "detector")
-        before = dict(counts)
-        wait_for("answers of the others", lambda: all(counts[each] > before[each] for each in asked))
+        clients.wait_for_answers()
         with home.connect() as client, pytest.raises(UnknownModel):
             client.infer(IMAGE, model="detector")
         hearth(home, "serve", str(models["detector"]), "--state-dir", str(home.folder / "coordinator"))
@@ -254,12 +229,10 @@ def test_coordinator_that_starts_again_serves_all_models(home: TestHome, models:
 
 
 def test_requests_of_all_models_finish_when_a_device_is_killed(home: TestHome, models: dict[str, Path]) -> None:
-    with load(home, checks(models)) as counts:
-        before = dict(counts)
-        wait_for("requests to all models", lambda: all(counts[each] > before[each] for each in counts))
+    with Clients(home, [*checks(models).values()]) as clients:
+        clients.wait_for_answers()
         home.kill("b")
-        killed = dict(counts)
-        wait_for("answers after the loss", lambda: all(counts[each] > killed[each] + 1 for each in counts))
+        clients.wait_for_answers()
     with home.connect() as client:
         plans: dict[str, Any] = {each.deployment: each.devices for each in client.models()}
     assert all("b" not in devices for devices in plans.values())
@@ -296,3 +269,41 @@ def test_idle_model_is_unloaded_and_the_next_request_waits_until_it_is_loaded(
             check(client)
     wait_for("the end of the life cycle", lambda: listed()["detector"]["phase"] == "unloaded")
     wait_for("the end of its workers", has_no_workers)
+
+
+def test_pinned_model_takes_the_memory_that_is_left_after_a_loss(home: TestHome, models: dict[str, Path]) -> None:
+    """Two models on two devices that have memory for one each."""
+    expected = reference_scores(models)
+    for name in ("sentences", "detector"):
+        hearth(home, "stop", name)
+    home.stop("coordinator", 60.0)
+    home.have_agents("a")
+    home.start_coordinator("--as", "other", "--no-learn", model=models["detector"])
+    with home.ready() as client:
+        plan_bytes = served(client)["other"].memory_bytes
+        limit = ("--memory-bytes", str(plan_bytes * 3 // 2))
+        home.stop("a")
+        for name in "ab":
+            home.start_agent(name, *limit)
+        client.wait_ready(180.0)
+        goal = {"kind": "graph", "model_file": str(models["detector"]), "learn": False, "pinned": True}
+        client.serve_model(json.dumps(goal), "pinned")
+        wait_for("both models", lambda: all(each.ready for each in served(client).values()))
+        (lost,) = served(client)["pinned"].devices
+        (kept,) = served(client)["other"].devices
+        assert {lost, kept} == {"a", "b"}
+        home.kill(lost)
+        wait_for("the pinned model", lambda: served(client)["pinned"].devices == (kept,), 60.0)
+        assert np.abs(client.infer(IMAGE, 60.0, model="pinned")["scores"] - expected).max() < 1e-4
+        missing_bytes = wait_for("what is missing", lambda: served(client)["other"].missing_bytes)
+        assert 0 < missing_bytes <= plan_bytes
+        with pytest.raises(MemoryTaken) as taken:
+            client.infer(IMAGE, 1.0, model="other")
+        assert taken.value.missing_bytes == missing_bytes
+        assert taken.value.holders.startswith("pinned holds ")
+        home.start_agent(lost, *limit)
+        assert np.abs(client.infer(IMAGE, 60.0, model="other")["scores"] - expected).max() < 1e-4
+
+
+def served(client: Home) -> dict[str, ServedModel]:
+    return {each.deployment: each for each in client.models()}

@@ -508,7 +508,7 @@ def test_comparison_leases_real_agents_and_stops_their_workers(profiles: Measure
     with TestHome(tmp_path, model_dir, profiles) as home:
         for name in names:
             home.start_agent(name)
-        home.copy_profiles(tmp_path / "state" / "profiles", "--seq-len", "32")
+        home.add_profiles(model_dir, "--seq-len", "32", name="state")
         command = [
             str(Path(sys.executable).parent / "hearth"), "plan", str(model_dir), "--compare", "--seq-len", "32",
             "--key", str(home.key), "--mdns-interfaces", LOOPBACK, "--wait", "0.5",
