@@ -81,7 +81,9 @@ class TestHome:
                 self.start_agent(name)
 
     def start_coordinator(self, *options: str, model: Path | bool = True, name: str = "coordinator") -> None:
-        """`model`: True is the home's; with False, the coordinator serves what it served before."""
+        """Start it again if it runs. `model`: True is the home's; with False, it serves what it served before."""
+        if self.runs(name):
+            self.stop(name, 60.0)
         served = self.model_dir if model is True else model
         if served:
             self.add_profiles(served, *options, name=name)

@@ -109,36 +109,40 @@ def test_planned_stop_and_restart_lose_no_request(queue_of_two: TestHome) -> Non
         queue_of_two.start_coordinator("--strategy", "local", "--port", str(port))
         clients.wait_for_answers()
     assert "stopping: running requests finish, new ones are refused" in queue_of_two.log("coordinator")
-    queue_of_two.stop("coordinator", 60.0)
 
 
-def test_lost_device_loses_no_request(slow_home: TestHome) -> None:
-    with slow_home.serving("ab", "--strategy", "hmp", "--min-devices", "2") as home:
-        # SIGSTOP rather than SIGKILL: like a device whose cable was pulled, it sends nothing.
-        pids = [slow_home.pid("b"), slow_home.worker_pid("b")]
-        assert all(pids)
-        try:
-            harm_in_mid_request(slow_home, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids])
-            assert home.hidden_states([7] * 64, timeout_seconds=60.0).shape == (64, 512)
-            assert plan_devices(home) == ["a"]
-            assert home.status().failed_requests == 0
-            assert "trying again" not in slow_home.log_of_run("coordinator")
-        finally:
-            for pid in pids:
-                os.kill(pid, signal.SIGCONT)
+@pytest.fixture(scope="module")
+def client(slow_home: TestHome) -> Iterator[Home]:
+    """Of the home with three devices that compute together."""
+    with slow_home.serving("abc", "--strategy", "hmp", "--min-devices", "3") as client:
+        yield client
 
 
-def test_killed_worker_loses_no_request(slow_home: TestHome) -> None:
-    with slow_home.serving("abc", "--strategy", "hmp", "--min-devices", "3") as home:
-        victim = slow_home.worker_pid("b")
-        assert victim is not None
-        harm_in_mid_request(slow_home, lambda: os.kill(victim, signal.SIGKILL))
-        assert home.hidden_states([7] * 64, timeout_seconds=60.0).shape == (64, 512)
-        assert {*plan_devices(home)} == {"a", "b", "c"}
-        assert slow_home.worker_pid("b") not in (None, victim)
-        assert home.status().failed_requests == 0
-        # loading the plan once more was sufficient
+def test_killed_worker_loses_no_request(slow_home: TestHome, client: Home) -> None:
+    victim = slow_home.worker_pid("b")
+    assert victim is not None
+    harm_in_mid_request(slow_home, lambda: os.kill(victim, signal.SIGKILL))
+    assert client.hidden_states([7] * 64, timeout_seconds=60.0).shape == (64, 512)
+    assert {*plan_devices(client)} == {"a", "b", "c"}
+    assert slow_home.worker_pid("b") not in (None, victim)
+    assert client.status().failed_requests == 0
+    # loading the plan once more was sufficient
+    assert "trying again" not in slow_home.log_of_run("coordinator")
+
+
+def test_lost_device_loses_no_request(slow_home: TestHome, client: Home) -> None:
+    # SIGSTOP rather than SIGKILL: like a device whose cable was pulled, it sends nothing.
+    pids = [slow_home.pid("b"), slow_home.worker_pid("b")]
+    assert all(pids)
+    try:
+        harm_in_mid_request(slow_home, lambda: [os.kill(pid, signal.SIGSTOP) for pid in pids])
+        assert client.hidden_states([7] * 64, timeout_seconds=60.0).shape == (64, 512)
+        assert {*plan_devices(client)} == {"a", "c"}
+        assert client.status().failed_requests == 0
         assert "trying again" not in slow_home.log_of_run("coordinator")
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 def harm_in_mid_request(slow_home: TestHome, harm: Callable[[], object]) -> None:
@@ -166,27 +170,20 @@ def test_missing_bytes_are_reported_if_the_model_does_not_fit(home: TestHome, sm
         assert not client.readiness().ready
         with pytest.raises(ModelDoesNotFit, match="bytes are missing"):
             client.hidden_states([1, 2, 3], timeout_seconds=1.0)
-    home.stop("coordinator", 60.0)
 
 
-@pytest.fixture(scope="module")
-def full_device(home: TestHome) -> str:
-    """The option of `hearth serve` for the only device, which has a small disk and does not advertise itself."""
+def test_full_store_is_reported_and_static_addresses_replace_multicast(
+    home: TestHome, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent survives, and serves a model for which its store has room."""
+    monkeypatch.setenv("HEARTH_COORDINATOR_ADVERTISE", "false")
+    tiny = save_random_model(home.folder / "tiny", small_bert(vocab_size=100))
     home.have_agents("")
     home.start_agent("full", "--store-bytes", "1MiB", "--no-advertise")
-    return f"--devices={LOOPBACK}:{home.port('full')}"
-
-
-def test_full_store_is_reported_and_the_agent_survives(home: TestHome, small_model: Path, full_device: str) -> None:
-    home.start_coordinator(full_device, model=small_model)
+    home.start_coordinator("--devices", f"{LOOPBACK}:{home.port('full')}", model=small_model)
+    home.add_profiles(tiny)
     with home.connect() as client:
         wait_for("the complaint", lambda: "does not fit into the shard stores" in client.readiness().state)
         assert [device.state for device in client.devices().devices] == ["alive"]
-    home.stop("coordinator", 60.0)
-
-
-def test_static_addresses_replace_multicast(home: TestHome, full_device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HEARTH_COORDINATOR_ADVERTISE", "false")
-    tiny = save_random_model(home.folder / "tiny", small_bert(vocab_size=100))  # the store has room for it
-    with home.serving(["full"], full_device, model=tiny) as client:
-        assert client.hidden_states(list(range(5, 45))).shape == (40, 96)
+        client.serve_model(json.dumps({"kind": "transformer", "model_dir": str(tiny)}), "tiny")
+        assert client.hidden_states(list(range(5, 45)), timeout_seconds=60.0, model="tiny").shape == (40, 96)

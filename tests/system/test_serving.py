@@ -276,7 +276,6 @@ def test_pinned_model_takes_the_memory_that_is_left_after_a_loss(home: TestHome,
     expected = reference_scores(models)
     for name in ("sentences", "detector"):
         hearth(home, "stop", name)
-    home.stop("coordinator", 60.0)
     home.have_agents("a")
     home.start_coordinator("--as", "other", "--no-learn", model=models["detector"])
     with home.ready() as client:
