@@ -12,6 +12,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,15 @@ def run_clients(testbed: Testbed, load: Load) -> list[Outcome]:
     output, _ = process.communicate(load.model_dump_json().encode(), timeout=load.seconds + _ALL_SECONDS)
     assert process.returncode == 0, f"the clients ended with {process.returncode}"
     return _OUTCOMES.validate_json(output)
+
+
+def wrong_answers(outcomes: Sequence[Outcome], alone: Sequence[Outcome]) -> list[Outcome]:
+    """Those that differ from the answer to the same request alone; a cancelled one must be its beginning."""
+    return [
+        each
+        for each in outcomes
+        if each.tokens != alone[each.index].tokens[: len(each.tokens) if each.cancelled else None]
+    ]
 
 
 def serving_status(testbed: Testbed) -> dict[str, Any] | None:

@@ -1,7 +1,4 @@
-"""Ten minutes on a busy radio with stalls of up to two seconds: no device counts as lost, and no answer is wrong.
-
-`python -m pytest -m slow -s tests/system/test_busy_radio.py` prints its findings.
-"""
+"""Ten minutes on a busy radio with stalls of up to two seconds: no device counts as lost, and no answer is wrong."""
 
 from __future__ import annotations
 
@@ -15,12 +12,10 @@ from typing import Any
 
 import pytest
 from support.models import save_random_model
-from support.soak_clients import Load, Outcome, Request, run_clients, serving_status
+from support.soak_clients import Load, Request, run_clients, serving_status, wrong_answers
 from support.waiting import wait_for
 
 from coordinator.serve.model.lifecycle import HISTORY_LENGTH
-from hearth.platform.units import format_seconds
-from tools.bench.results import COUNT, all_hold, equal, findings_table, without_target
 from tools.testbed import Testbed, load_scenario
 from tools.testbed.cluster import what_is_missing
 
@@ -58,17 +53,13 @@ def test_no_device_is_lost_on_a_busy_radio(tmp_path: Path) -> None:
         seconds = time.monotonic() - began
         after = json.loads(testbed.hearth("status", "--json"))
     assert len(after["history"]) < HISTORY_LENGTH, "earlier transitions are gone"
-    losses = [each for each in after["history"] if "lost" in each["cause"] or "silent" in each["cause"]]
-    findings = [
-        equal("requests that failed", sum(bool(each.error) for each in (*alone, *outcomes)), 0, COUNT),
-        equal("requests that failed, as the coordinator counts", after["failed_requests"], 0, COUNT),
-        equal("wrong answers", sum(is_wrong(each, alone) for each in outcomes), 0, COUNT),
-        equal("losses of devices", len(losses), 0, COUNT, "; ".join(each["cause"] for each in losses)),
-        without_target("plans after the first", after["plan"]["epoch"] - before["plan"]["epoch"], COUNT),
-        without_target("answers", len(outcomes), COUNT, f"in {format_seconds(seconds)}"),
-    ]
-    print(f"\n{findings_table('Four devices on a busy radio', findings).markdown()}")
-    assert all_hold(findings)
+    print(
+        f"\n{len(outcomes)} answers in {seconds:.0f} s, {after['plan']['epoch'] - before['plan']['epoch']} more plans"
+    )
+    assert [each.error for each in (*alone, *outcomes) if each.error] == []
+    assert after["failed_requests"] == 0
+    assert wrong_answers(outcomes, alone) == []
+    assert [each["cause"] for each in after["history"] if "lost" in each["cause"] or "silent" in each["cause"]] == []
 
 
 def decoder() -> Any:
@@ -78,9 +69,3 @@ def decoder() -> Any:
         hidden_size=256, intermediate_size=688, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=2,
         vocab_size=4000, max_position_embeddings=128, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
-
-
-def is_wrong(outcome: Outcome, alone: list[Outcome]) -> bool:
-    """Whether an answer differs from that to the same request alone; a cancelled one is its beginning."""
-    right = alone[outcome.index].tokens
-    return outcome.tokens != (right[: len(outcome.tokens)] if outcome.cancelled else right)

@@ -72,16 +72,10 @@ SERVING_EARLIER = Path(__file__).parent / "serving_earlier.json"
 
 
 @pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_random_model(tmp_path_factory.mktemp("model"), small_bert())
-
-
-@pytest.fixture(scope="module")
-def sp_pair(
-    model_dir: Path, profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TestHome]:
+def sp_pair(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestHome]:
     """Two agents that both hold all weights; the first tests use them."""
-    with home_of("ab", tmp_path_factory.mktemp("pair"), model_dir, profiles, "--strategy", "sp") as home:
+    model = save_random_model(tmp_path_factory.mktemp("model"), small_bert())
+    with home_of("ab", tmp_path_factory.mktemp("pair"), model, profiles, "--strategy", "sp") as home:
         home.ready().close()
         yield home
 
@@ -152,7 +146,6 @@ def _stored_chunks(folder: Path) -> dict[Path, int]:
 @pytest.fixture(scope="module")
 def pair(sp_pair: TestHome) -> TestHome:
     """The same agents, which serve with hmp from now on, for tests that leave them running."""
-    sp_pair.stop("coordinator", 60.0)
     sp_pair.start_coordinator("--min-devices", "2", "--strategy", "hmp")
     sp_pair.ready().close()
     return sp_pair

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from onnx import numpy_helper
 from support.onnx_models import graph, node, saved, value
 from support.waiting import wait_for
 
+from hearth.errors import HearthError
 from tools.testbed import EmulatedDevice, Scenario, Testbed
 from tools.testbed.cluster import what_is_missing
 
@@ -59,25 +59,18 @@ def testbed(tmp_path: Path) -> Iterator[Testbed]:
 
 
 def test_tiles_stay_below_limits_that_the_kernel_enforces(testbed: Testbed, model: Path, tmp_path: Path) -> None:
-    def hearth(*arguments: str) -> str | None:
-        done = subprocess.run(
-            testbed.command("one", "hearth", *arguments),
-            capture_output=True, text=True, timeout=120, check=False, env={**os.environ, **testbed.environment()},
-        )  # fmt: skip
-        return done.stdout if done.returncode == 0 else None
-
     try:
         for name in testbed.cgroups:
             testbed.start_agent(name, "--memory-bytes", f"{_WORKER_BYTES >> 20}MiB")
         testbed.start_coordinator(str(model), "--tiles", "2", "--no-learn", "--time-limit", "5", "--min-devices", "2")
         wait_for("serving", lambda: "\nserving " in testbed.log("coordinator.log"), 300.0)
-        plan = json.loads(hearth("status", "--json") or "{}")["plan"]
+        plan = json.loads(testbed.hearth("status", "--json"))["plan"]
         assert len(plan["devices"]) == 2  # one alone has no room for the weights
         inputs = {"x": np.random.default_rng(0).standard_normal((_ROWS, _WIDTH)).astype(np.float32)}
         np.savez(tmp_path / "inputs.npz", **inputs)  # type: ignore[arg-type]
         for _ in range(3):
-            assert hearth("infer", str(tmp_path / "inputs.npz"), "--output", str(tmp_path / "outputs.npz"))
-    except AssertionError as error:
+            testbed.hearth("infer", str(tmp_path / "inputs.npz"), "--output", str(tmp_path / "outputs.npz"))
+    except (AssertionError, HearthError) as error:
         logs = "\n".join(f"{log.name}:\n{log.read_text(errors='replace')}" for log in testbed.folder.glob("*.log"))
         raise AssertionError(f"{error}\n{logs}") from None
     (expected,) = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"]).run(["y"], inputs)

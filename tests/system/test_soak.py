@@ -1,7 +1,7 @@
 """Concurrent clients for minutes that cancel every third request: answers, memory, KV cache, and work for cancelled requests.
 
 Real coordinator, agents and workers on emulated devices. Each request of a pool first runs alone; its answers under load must
-be equal. The test prints its findings: `python -m pytest -m slow -s tests/system/test_soak.py`.
+be equal.
 """
 
 from __future__ import annotations
@@ -11,24 +11,22 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
 from support.cancel_log import CancelLog, read_cancel_log
 from support.models import save_random_model
-from support.soak_clients import Load, Outcome, Request, run_clients, serving_status
+from support.soak_clients import Load, Request, run_clients, serving_status, wrong_answers
 from support.waiting import wait_for
 from typing_extensions import Self
 
-from hearth.platform.units import format_bytes, format_seconds
+from hearth.platform.units import format_bytes
 from tools.bench.homes import agent_names, agent_of, agents, hub_scenario, worker_of
-from tools.bench.results import COUNT, Finding, Table, all_hold, at_most, equal, findings_table, without_target
-from tools.bench.stats import percentile
 from tools.testbed import Testbed
 from tools.testbed.cluster import what_is_missing
 
@@ -75,19 +73,6 @@ class MemoryWatch:
                 self.peak[name] = max(self.peak[name], num_bytes)
 
 
-class ProcessMemory(NamedTuple):
-    """Resident memory of one process; 0 at the end: it has ended."""
-
-    process: str
-    start_bytes: int
-    before_bytes: int  # after the requests alone, before the clients came
-    peak_bytes: int
-    end_bytes: int
-
-
-# ---- the soak -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.namespaces
 def test_answers_and_memory_hold_under_load_with_cancels(tmp_path: Path) -> None:
@@ -105,7 +90,6 @@ def test_answers_and_memory_hold_under_load_with_cancels(tmp_path: Path) -> None
         wait_for("serving", partial(serving_status, testbed))
         running = {"coordinator": psutil.Process(coordinator.pid), **agents_and_workers(testbed)}
         with MemoryWatch({name: partial(resident_bytes, process) for name, process in running.items()}) as watch:
-            start = watch.now()
             alone = run_clients(testbed, Load(requests=pool))
             before, began = watch.now(), time.monotonic()
             outcomes = run_clients(testbed, Load(requests=pool, clients=CLIENTS, seconds=SECONDS, seed=SEED))
@@ -113,16 +97,18 @@ def test_answers_and_memory_hold_under_load_with_cancels(tmp_path: Path) -> None
             end = settled(watch)
         logs = logs_with_free_blocks(testbed)
         failed = json.loads(testbed.hearth("status", "--json"))["failed_requests"]
-    rows = [ProcessMemory(name, start[name], before[name], watch.peak[name], end[name]) for name in running]
-    findings = [
-        *of_answers(pool, alone, outcomes, seconds), *of_cancelled(outcomes, logs), of_blocks(logs),
-        *of_processes(rows),
-        equal("requests that failed, as the coordinator counts", failed, 0, COUNT),
-    ]  # fmt: skip
-    title = f"{CLIENTS} clients, {DEVICES} devices, {LINK_MBIT:g} Mbit/s"
-    for table in (findings_table(title, findings), memory_table(rows)):
-        print(f"\n{table.markdown()}")
-    assert [each for each in findings if each.holds is False] == []
+    print(f"\n{len(outcomes)} requests, {sum(len(each.tokens) for each in outcomes) / seconds:.0f} tokens a second")
+    for name in running:
+        print(
+            f"{name}: {format_bytes(before[name])}, at most {format_bytes(watch.peak[name])}, {format_bytes(end[name])}"
+        )
+    assert [each.error for each in (*alone, *outcomes) if each.error] == []
+    assert failed == 0
+    assert wrong_answers(outcomes, alone) == []
+    assert sum(log.late_rows for log in logs) == 0  # computed for a request after rank 0 took its cancel, on any rank
+    assert all_blocks_are_free(logs)
+    assert min(end.values()) > 0, "a process has ended"
+    assert {name: end[name] for name in end if end[name] > before[name] + MOST_LEFT_BYTES} == {}
 
 
 def decoder() -> Any:
@@ -156,9 +142,15 @@ def logs_with_free_blocks(testbed: Testbed) -> list[CancelLog]:
     until = time.monotonic() + FREE_SECONDS
     while True:
         logs = [read_cancel_log(testbed.log(f"{name}.log").splitlines()) for name in agent_names(testbed)]
-        if of_blocks(logs).holds or time.monotonic() >= until:
+        if all_blocks_are_free(logs) or time.monotonic() >= until:
             return logs
         time.sleep(SETTLE_STEP_SECONDS)
+
+
+def all_blocks_are_free(logs: list[CancelLog]) -> bool:
+    """Whether rank 0, the only one that logs them, had blocks of the KV cache and they were free at the end."""
+    free, num_blocks = max((log.num_free_blocks, log.num_blocks) for log in logs)
+    return free == num_blocks > 0
 
 
 def settled(watch: MemoryWatch) -> dict[str, int]:
@@ -172,122 +164,13 @@ def settled(watch: MemoryWatch) -> dict[str, int]:
     return found
 
 
-def requests(vocab_size: int, count: int = POOL_SIZE, seed: int = SEED) -> list[Request]:
+def requests(vocab_size: int) -> list[Request]:
     """Requests of random lengths; every other one is sampled, with its own seed."""
-    rng = random.Random(seed)
+    rng = random.Random(SEED)
     pool = []
-    for index in range(count):
+    for index in range(POOL_SIZE):
         prompt = [rng.randrange(3, vocab_size) for _ in range(rng.randint(1, MAX_PROMPT))]
         max_tokens = rng.randint(2, MAX_TOKENS)
         sampled = {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "seed": index} if index % 2 else {}
         pool.append({"token_ids": prompt, "max_tokens": max_tokens, **sampled})
     return pool
-
-
-# ---- findings -------------------------------------------------------------------------------------------------------
-
-
-def of_answers(
-    pool: Sequence[Request], alone: Sequence[Outcome], outcomes: Sequence[Outcome], seconds: float
-) -> Iterator[Finding]:
-    """Speed, and equality with the answers to the same requests alone."""
-    completed = [each for each in outcomes if not each.cancelled and not each.error]
-    cancelled = [each for each in outcomes if each.cancelled]
-    tokens = sum(len(each.tokens) for each in outcomes)
-    first = [each.first_token_seconds for each in completed if each.first_token_seconds is not None] or [0.0]
-    waits = "; ".join(f"{share:.0%}: {format_seconds(percentile(first, share))}" for share in (0.5, 0.95))
-    detail = f"{tokens} tokens, {tokens / seconds:.0f} a second; first token {waits}"
-    yield without_target(f"requests in {seconds:.0f} s", len(outcomes), COUNT, detail)
-    whole = sum(each.tokens == alone[each.index].tokens for each in completed)
-    sampled = sum("seed" in pool[each.index] for each in completed)
-    detail = f"{len(completed) - sampled} greedy, {sampled} sampled with a seed"
-    yield equal("completed, and equal to the answer to the request alone", whole, len(completed), COUNT, detail)
-    begun = sum(each.tokens == alone[each.index].tokens[: len(each.tokens)] for each in cancelled)
-    detail = f"{len(cancelled) / max(len(outcomes), 1):.0%} of all"
-    yield equal("cancelled midway, and equal so far", begun, len(cancelled), COUNT, detail)
-    errors = [each.error for each in (*alone, *outcomes) if each.error]
-    yield equal("errors", len(errors), 0, COUNT, "; ".join(sorted(set(errors)))[:300])
-
-
-def of_cancelled(outcomes: Sequence[Outcome], logs: Sequence[CancelLog]) -> Iterator[Finding]:
-    """The work that was done for cancelled requests."""
-    chosen = [tokens for log in logs for tokens in log.cancelled.values()]
-    late, steps = sum(log.late_rows for log in logs), max(log.steps for log in logs)
-    detail = f"in {steps} steps with {len(chosen)} cancels at rank 0"
-    yield equal("rows computed for a request after rank 0 took its cancel, on any rank", late, 0, COUNT, detail)
-    unseen = sum(chosen) - sum(len(each.tokens) for each in outcomes if each.cancelled)
-    figure = "tokens chosen for these that their clients did not take: on the way, or before the cancel came"
-    yield without_target(figure, unseen, COUNT, f"{unseen / max(len(chosen), 1):.1f} of each")
-
-
-def of_blocks(logs: Sequence[CancelLog]) -> Finding:
-    """The blocks of the KV cache that are free at the end, as rank 0 has logged."""
-    free, num_blocks = max((log.num_free_blocks, log.num_blocks) for log in logs)
-    return equal("free blocks of the KV cache at the end", free, max(num_blocks, 1), COUNT)
-
-
-def of_processes(rows: Sequence[ProcessMemory]) -> Iterator[Finding]:
-    """Growth of memory, and processes that ended."""
-    worst = max(rows, key=lambda row: row.end_bytes - row.before_bytes)
-    grown = worst.end_bytes - worst.before_bytes
-    figure = "growth of memory from before the clients to the end, worst process"
-    yield at_most(figure, grown, MOST_LEFT_BYTES, format_bytes, worst.process)
-    ended = [row.process for row in rows if not row.end_bytes]
-    yield equal("processes that ended meanwhile", len(ended), 0, COUNT, ", ".join(ended))
-
-
-def memory_table(rows: Sequence[ProcessMemory]) -> Table:
-    columns = ("process", "at the start", "after the requests alone", "peak", "at the end")
-    return Table.of(
-        "Resident memory of each process", columns, [(row.process, *map(format_bytes, row[1:])) for row in rows]
-    )
-
-
-# ---- tests of the requests and findings -----------------------------------------------------------------------------
-
-POOL: list[Request] = [
-    {"token_ids": [3, 4], "max_tokens": 3},
-    {"token_ids": [5], "max_tokens": 2, "temperature": 0.9, "seed": 1},
-]
-ALONE = [Outcome(index=0, tokens=[7, 8, 9]), Outcome(index=1, tokens=[6, 6])]
-
-
-def test_requests_repeat_for_a_seed_and_alternate_greedy_and_sampled() -> None:
-    pool = requests(1000, count=40, seed=3)
-    assert pool == requests(1000, count=40, seed=3) != requests(1000, count=40, seed=4)
-    assert all(1 <= len(each["token_ids"]) <= MAX_PROMPT and 2 <= each["max_tokens"] <= MAX_TOKENS for each in pool)
-    assert ["seed" in each for each in pool] == [False, True] * 20
-
-
-def test_answers_under_load_must_equal_those_alone() -> None:
-    whole = Outcome(index=0, tokens=[7, 8, 9], first_token_seconds=0.5)
-    part = Outcome(index=1, tokens=[6], cancelled=True)
-    assert all_hold(of_answers(POOL, ALONE, [whole, part], 2.0))
-    wrong = Outcome(index=0, tokens=[7, 8, 1], first_token_seconds=0.5)
-    failed = Outcome(index=0, tokens=[], error="too late")
-    missed = [each.figure for each in of_answers(POOL, ALONE, [wrong, part, failed], 2.0) if each.holds is False]
-    assert missed == ["completed, and equal to the answer to the request alone", "errors"]
-
-
-def test_work_after_a_cancel_is_a_finding() -> None:
-    outcomes = [Outcome(index=1, tokens=[6], cancelled=True)]
-    assert all_hold(of_cancelled(outcomes, [CancelLog(cancelled={2: 3}, steps=4), CancelLog(steps=4)]))
-    late, unseen = of_cancelled(outcomes, [CancelLog(cancelled={2: 3}, steps=4), CancelLog(steps=4, late_rows=1)])
-    assert (late.holds, unseen.value) == (False, 2)
-
-
-def test_blocks_that_are_not_freed_are_a_finding() -> None:
-    assert of_blocks([CancelLog(), CancelLog(num_blocks=9, num_free_blocks=9)]).holds
-    assert not of_blocks([CancelLog(), CancelLog(num_blocks=9, num_free_blocks=8)]).holds
-    assert not of_blocks([CancelLog()]).holds
-
-
-def test_memory_growth_and_ended_processes_are_findings() -> None:
-    steady = ProcessMemory("agent on m0", start_bytes=5, before_bytes=6, peak_bytes=9, end_bytes=7)
-    assert all_hold(of_processes([steady]))
-    grown = steady._replace(process="worker on m0", end_bytes=6 + MOST_LEFT_BYTES + 1)
-    ended = steady._replace(process="coordinator", end_bytes=0)
-    growth, gone = of_processes([steady, grown, ended])
-    assert "worker on m0" in growth.measured
-    assert (growth.holds, gone.holds, gone.measured) == (False, False, "1 (coordinator)")
-    assert memory_table([steady]).rows == (("agent on m0", "5 B", "6 B", "9 B", "7 B"),)
