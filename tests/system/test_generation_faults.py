@@ -11,13 +11,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 from support.home import LOOPBACK, TestHome, plan_devices, plan_of
 from support.models import endless_decoder, save_random_model
 from support.profiles import MeasuredProfiles
-from support.waiting import wait_for
+from support.waiting import WAIT_LIMIT_SECONDS, wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
@@ -51,9 +52,8 @@ def test_coordinator_killed_during_an_answer_changes_no_token(running_home: Test
     count, options = 280, ("--context", str(CONTEXT), "--speculate", "2")
     with running_home.serving("a", *options) as home:
         port = running_home.port("coordinator")
-        greedy_answer = home.generate(token_ids=PROMPT, max_tokens=count, timeout_seconds=120.0)
-        sampled = home.generate(token_ids=PROMPT, max_tokens=count, temperature=1.0, seed=7)
-        undisturbed = home.generate(token_ids=PROMPT, max_tokens=count, temperature=1.0, seed=7)
+        asked = partial(home.generate, token_ids=PROMPT, max_tokens=count, timeout_seconds=WAIT_LIMIT_SECONDS)
+        greedy_answer, sampled, undisturbed = asked(), *(asked(temperature=1.0, seed=7) for _ in range(2))
         undisturbed.text()
         for answer in (greedy_answer, sampled):
             for _ in itertools.islice(answer, 10):

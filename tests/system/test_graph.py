@@ -280,6 +280,7 @@ def test_device_loss_fails_no_request(home: TestHome, client: Home, segmented: P
 
 def test_graph_is_served_again_after_a_power_cut(home: TestHome, segmented: Path) -> None:
     names = [name for name in "abc" if home.runs(name)]
+    home.stop("coordinator", 60.0)
     options = ("--min-devices", "2", "--objective", "latency", "--strategy", "critical-path")
     home.start_coordinator(*options, model=segmented)
     with home.ready() as client:
@@ -296,6 +297,7 @@ def test_graph_is_served_again_after_a_power_cut(home: TestHome, segmented: Path
     assert again.body.segments == plan.body.segments
     pushed = re.findall(r"sent ([\d.]+ \w+) of weights", home.log_of_run("coordinator"))
     assert pushed[-1] == "0 B"  # all chunks were in the stores
+    home.stop("coordinator", 60.0)
 
 
 # ---- served in tiles -----------------------------------------------------------------------------------------------------
@@ -323,21 +325,44 @@ def tiled_plan(home: Home) -> GraphPlan:
     return plan
 
 
-def test_tiles_run_where_no_device_holds_the_model_and_survive_takeovers_and_a_loss(
-    home: TestHome, tiled: Path
-) -> None:
+@pytest.fixture(scope="module")
+def limits(home: TestHome, tiled: Path) -> list[str]:
+    """Options of `hearth serve` by which neither device can hold the whole model."""
     with home.serving("ab", "--min-devices", "2", "--strategy", "local", model=tiled) as client:
-        too_few = plan_of(client).devices[0].memory.total - _WEIGHT_BYTES
-    limits = ("--min-devices", "2", *(f"--limit={name}={too_few}" for name in "ab"))
+        limit = plan_of(client).devices[0].memory.total - _WEIGHT_BYTES
+    return ["--min-devices", "2", *(f"--limit={name}={limit}" for name in "ab")]
+
+
+def test_tiles_run_where_no_device_holds_the_model_and_survive_a_restart_and_a_loss(
+    home: TestHome, tiled: Path, limits: list[str]
+) -> None:
     home.start_coordinator(*limits, model=tiled)
     with home.connect() as client:
         wait_for("the refusal", lambda: "memory" in client.readiness().state)
+    home.stop("coordinator")
     with home.serving("ab", "--tiles", "2", *limits, model=tiled) as client:
         assert_right(client, tiled, 0)
+        saved_plan = home.folder / "plan.json"
+        saved_plan.write_text(tiled_plan(client).model_dump_json())
+    # Without the limits, one device may be predicted to be faster: the plan for both is given.
+    with home.serving("ab", "--min-devices", "2", "--plan", str(saved_plan), model=tiled) as client:
         plan = tiled_plan(client)
         assert plan.num_ranks == 2
-        saved_plan = home.folder / "plan.json"
-        saved_plan.write_text(plan.model_dump_json())
+        home.kill("coordinator")
+        home.start_coordinator(model=False)
+        with home.ready() as client:
+            assert tiled_plan(client) == plan  # with its epoch: the workers were taken over
+            assert_right(client, tiled, 1)
+            home.kill("b")
+            wait_for("a plan for the device that is left", lambda: client.ready() and tiled_plan(client).num_ranks == 1)
+            assert_right(client, tiled, 2)
+
+
+def test_standby_takes_over_tiles(home: TestHome, tiled: Path, limits: list[str]) -> None:
+    # Without the limits, one device may be predicted to be faster.
+    with home.serving("ab", "--tiles", "2", *limits, model=tiled) as client:
+        plan = tiled_plan(client)
+        assert plan.num_ranks == 2
         leader = f"{LOOPBACK}:{home.port('coordinator')}"
         home.start_coordinator("--standby", "--leader", leader, model=False, name="standby")
         wait_for("the copy of the state", lambda: "the standby of coordinator\n" in home.log("standby"))
@@ -347,19 +372,5 @@ def test_tiles_run_where_no_device_holds_the_model_and_survive_takeovers_and_a_l
     with connect(f"{LOOPBACK}:{home.port('standby')}", key=home.key) as client:
         client.wait_ready(30.0)
         assert tiled_plan(client) == plan  # with its epoch
-        assert_right(client, tiled, 1)
-    assert [home.worker_pid(name) for name in "ab"] == workers
-    home.stop("standby", 60.0)
-    # Without the limits, one device may be predicted to be faster: the plan for both is given.
-    home.start_coordinator("--min-devices", "2", "--plan", str(saved_plan), model=tiled)
-    with home.ready() as client:
-        plan = tiled_plan(client)
-        assert plan.num_ranks == 2
-    home.kill("coordinator")
-    home.start_coordinator(model=False)
-    with home.ready() as client:
-        assert tiled_plan(client) == plan  # the workers were taken over
-        assert_right(client, tiled, 2)
-        home.kill("b")
-        wait_for("a plan for the device that is left", lambda: client.ready() and tiled_plan(client).num_ranks == 1)
         assert_right(client, tiled, 3)
+    assert [home.worker_pid(name) for name in "ab"] == workers
