@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from coordinator.models.onnx.tiling.space import IndexSpace, Operand, Pieces, volume, whole
-from coordinator.plan.graph.tiles.moved import Spread, TiledOperator, Traffic
+from coordinator.plan.graph.tiles.moved_bytes import Spread, TiledOperator, Traffic
 from coordinator.plan.graph.tiles.options import Options
 from hearth.plan.graph_spec import GraphSpec
 

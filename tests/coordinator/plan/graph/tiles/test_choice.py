@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from coordinator.models.onnx.tiling.space import Along, IndexSpace, Operand, Pieces
 from coordinator.plan.graph.tiles.choice import WEIGHTS_ARE_DEAR, choose_pieces, held_bytes, moved_bytes
-from coordinator.plan.graph.tiles.moved import Spread, TiledOperator, Traffic
+from coordinator.plan.graph.tiles.moved_bytes import Spread, TiledOperator, Traffic
 from coordinator.plan.graph.tiles.options import (
     TileCounts,
     automatic_counts,
