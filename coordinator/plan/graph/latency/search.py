@@ -6,7 +6,7 @@
    scheduling adds the operators that they leave out.
 3. Solve small graphs as one model (cpsat.py).
 4. In turns: anneal from the best starts and from the best schedule (annealing.py), and solve windows of the best schedule
-   (windows.py). In the next turn, runs have twice as many moves, and the better half of the starts takes part.
+   (windows.py). In the next turn, runs have twice as many moves, and starts that led to much longer schedules are left out.
 
 `moirai` (arXiv 2312.04025) is the search without annealing, `doppler` (arXiv 2505.23131) with. Doppler learns a policy that
 places and orders operators; its schedules are among the starts of a caller who has one, and its probabilities are those of the
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 # Of the time of `doppler`. On tiled graphs with slow links annealing gains several times as much as windows; these get enough
 # to sweep a graph of 200 operators once in 10 seconds.
 _ANNEALING_SHARE = 0.85
-_MOVES_PER_OPERATOR = 10  # of each run in the first turn: all runs of that turn take a second with 200 operators
+_FIRST_MOVES = 2000  # of each run in the first turn: all runs of that turn take a second with 200 operators
+_MAX_BEHIND = 1.05  # times the best makespan of a turn: starts that led to longer ones take part in no further turn
 # Operators of a graph that is solved as one model, and of a segment that is not cut at near cuts. A model has a variable for
 # each edge and pair of devices; up to this size, a proof takes minutes at most.
 _MAX_MODEL_OPERATORS = 60
@@ -53,7 +54,7 @@ _MAX_MODEL_OPERATORS = 60
 # After this share of the time no further list is tried: a list of 3,000 operators takes a second, and what follows improves the
 # best one by more.
 _LISTS_SHARE = 0.25
-_NUM_STARTS = 4  # in the first turn; each later one keeps the better half
+_NUM_STARTS = 4  # in the first turn
 _UNLIMITED = 1 << 62  # moves of a run, which ends by the clock
 _PRICES_OF_A_STEP = 3.0  # in those of an offer: its result is priced, and so is the plan that is made of it in the end
 _IDLE_SHARE = 0.01  # of the work: a device with less is left out where that costs nothing
@@ -220,21 +221,16 @@ class _Search:
         from coordinator.plan.graph.latency.windows import WindowSearch  # imports CP-SAT
 
         windows = WindowSearch(self._ticked, self._num_workers, self._clock)
-        starts, moves = self.starts[:_NUM_STARTS], _MOVES_PER_OPERATOR * self._problem.num_operators
-        began, annealing_seconds = self._clock(), 0.0
+        starts, moves = self.starts[:_NUM_STARTS], _FIRST_MOVES
+        began, windows_seconds = self._clock(), 0.0
         while not self.is_over:
-            now, known = self._clock(), self._best
-            if annealing_share and annealing_seconds <= annealing_share * (now - began):
-                starts = self.anneal(starts, moves)
-                starts, moves = starts[: max(1, len(starts) // 2)], 2 * moves
-                annealing_seconds += self._clock() - now
-            else:
-                self._solve_window(windows)
-            if self._best is not known:
-                self._leave_out_idle_devices()
+            if annealing_share:
+                starts, moves = self.anneal(starts, moves), 2 * moves
+            while not self.is_over and windows_seconds <= (1.0 - annealing_share) * (self._clock() - began):
+                windows_seconds += self._solve_window(windows)
 
     def anneal(self, starts: Sequence[Start], moves: int) -> list[Start]:
-        """One run from each start and one from the best schedule. Returns the starts by the makespans that they led to.
+        """One run from each start and one from the best schedule. Returns the starts of the next turn.
 
         Every run begins at its start, not at an earlier result: what cooled down fast is a trap for a longer run.
         """
@@ -248,8 +244,9 @@ class _Search:
             found = improve(self._problem, schedule, self._random, moves, self._clock, end, probabilities)
             self._offer(found.assignment, found.order)
             makespans.append(found.makespan)
-        ranked = sorted(zip(makespans, starts, strict=False), key=lambda each: each[0])
-        return [start for _, start in ranked] or list(starts)
+        self._leave_out_idle_devices()
+        limit = _MAX_BEHIND * self._incumbent.makespan
+        return [start for start, makespan in zip(starts, makespans, strict=False) if makespan <= limit]
 
     # -------------------------------------------------------------------------------------------------------------------
 
@@ -323,11 +320,15 @@ class _Search:
             self._offer(result.schedule.assignment, result.schedule.order)
         self._bound_ticks = max(self._bound_ticks, result.bound)
 
-    def _solve_window(self, windows: WindowSearch) -> None:
+    def _solve_window(self, windows: WindowSearch) -> float:
+        """Solve the next window of the best schedule; returns the seconds that it took."""
+        began = self._clock()
         better = windows.step(self._incumbent_in_ticks, self._seconds_left)
         self._bound_ticks = max(self._bound_ticks, windows.bound)
         if better is not None:
             self._offer(better.assignment, better.order)
+            self._leave_out_idle_devices()
+        return self._clock() - began
 
     def _leave_out_idle_devices(self) -> None:
         found = without_idle_devices(self._problem, self._incumbent)

@@ -19,7 +19,7 @@ from coordinator.devices.cluster_file import read_cluster
 from coordinator.devices.graph_profiling import operator_seconds
 from coordinator.models.onnx.cutting import check_segments, cut
 from coordinator.plan.graph import auto
-from coordinator.plan.graph.auto import GraphCandidate, plan_graph, without_plan
+from coordinator.plan.graph.auto import GraphCandidate, plan_graph, try_method, without_plan
 from coordinator.plan.graph.cluster import GraphCluster, graph_cluster_with_limits
 from coordinator.plan.graph.memory import memory_by_rank
 from coordinator.plan.graph.predict import (
@@ -34,7 +34,7 @@ from coordinator.plan.graph.throughput.planners import plan_pipeline
 from coordinator.plan.limits import parse_limit
 from coordinator.plan.methods import GRAPH_METHODS, Method
 from coordinator.plan.simulator import compute_resources, send_resources, simulate, transfer_resources
-from coordinator.plan.solution import SearchOptions
+from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution
 from coordinator.serve.planners.process import solve_graph
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
@@ -192,6 +192,22 @@ def test_planning_is_repeated_if_activations_do_not_fit() -> None:
     assert plan is not None
     assert plan.num_ranks == 2
     assert all(device.memory.total <= device.budget_bytes for device in plan.devices)
+
+
+def test_all_attempts_share_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No attempt finds a plan that fits: each takes half of what is left, and the last one all of it."""
+    spec = chain(1, [1000] * 8, weights=[1 << 20] * 8)
+    request = GraphRequest(spec, cluster_of(spec, [1.0, 1.0], 1e9, 13 << 20, load_bytes=8 << 20), "latency", "heft")
+    limits: list[float] = []
+
+    def place(request: GraphRequest, method: Method, options: SearchOptions, policy: None) -> Solution[Any]:
+        limits.append(options.time_limit_seconds)
+        return Solution(OperatorAssignment((0,) * 8), 1.0)
+
+    monkeypatch.setattr(auto, "place_operators", place)
+    (method,) = GRAPH_METHODS.select("heft", "latency")
+    assert try_method(request, method, SearchOptions(8.0, 0, lambda: sum(limits)), None).plan is None
+    assert limits == [4.0, 2.0, 1.0, 1.0]
 
 
 def sharing_weights(kind: str) -> GraphSpec:

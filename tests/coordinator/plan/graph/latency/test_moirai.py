@@ -70,6 +70,13 @@ def orders(problem: PlacementProblem, items: list, where: tuple[int, ...]):
     yield from extend([], items)
 
 
+def test_time_for_building_a_model_counts_in_the_limit_of_its_solver() -> None:
+    free = ((0.0, 0.0),) * 2
+    problem = PlacementProblem("two", ("a", "b"), ("0", "1"), ((1.0, 1.0),) * 2, (0,) * 2, (0,) * 2, (), free)
+    assert solve_placement_model(problem, SolverLimits(20, clock=StepClock(1.0)), 9).bound == 1
+    assert solve_placement_model(problem, SolverLimits(20, clock=StepClock(30.0)), 9).schedule is None
+
+
 def solve_whole(problem: PlacementProblem) -> SolverResult:
     """The optimum of one model for the whole graph, bounded by the makespan on the first device alone."""
     n = problem.num_operators
