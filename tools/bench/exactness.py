@@ -49,7 +49,7 @@ class Exactness(Experiment):
                 yield from known
                 continue
             context.report(f"{family}: comparing")
-            report = context.folder / "report.xml"
+            report = context.folder / f"{family}.xml"  # one each: a run that is killed leaves none
             command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-k", family, f"--junitxml={report}", _TEST]
             done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
             if done.returncode == _NO_TESTS:
