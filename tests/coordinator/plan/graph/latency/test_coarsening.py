@@ -134,6 +134,7 @@ def residual() -> GraphSpec:
 
 
 def coarsening(folder: Path) -> Coarsening:
+    pytest.importorskip("torch", reason="the list of experiments imports those that measure it")
     experiment = make_experiment(read_settings("coarsening", [f'onnx="{folder}"', "time_limit=10"]))
     assert isinstance(experiment, Coarsening)
     return experiment
