@@ -15,6 +15,9 @@ A = TypeVar("A", covariant=True)
 B = TypeVar("B")
 P = TypeVar("P", bound=Plan)
 
+Stop = Callable[[], bool]  # whether the time of a search is over
+IDLE_SHARE = 0.01  # of the work: a device with less is left out where that costs nothing
+
 
 @dataclass(frozen=True)
 class Solution(Generic[A]):

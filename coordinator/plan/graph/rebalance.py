@@ -7,14 +7,14 @@ too much work, and moving the cuts passes some of it on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.predict import predict_segments
 from coordinator.plan.graph.request import GraphRequest
 from coordinator.plan.graph.throughput.points import fine_chain
-from coordinator.plan.solution import OperatorAssignment, Solution
+from coordinator.plan.solution import OperatorAssignment, Solution, Stop
 
 # These bound the number of simulations: up to 2 x 24 moves of each cut in each sweep.
 _MAX_MOVE_OPERATORS = 24  # the longest single move of a cut
@@ -27,7 +27,7 @@ def rebalance(
     request: GraphRequest,
     solution: Solution[OperatorAssignment],
     room_bytes: Sequence[int],
-    stop: Callable[[], bool],
+    stop: Stop,
 ) -> Solution[OperatorAssignment]:
     """A pipeline planner's solution with the bottleneck as simulated, or a better one with cuts moved until `stop()`.
 

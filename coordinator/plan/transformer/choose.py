@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from coordinator.plan.methods import LOCAL, TRANSFORMER_METHODS
-from coordinator.plan.solution import Candidate, PlanningResult, choose_candidate, with_reasons
+from coordinator.plan.solution import IDLE_SHARE, Candidate, PlanningResult, choose_candidate, with_reasons
 from coordinator.plan.stores import StorePlanning, plan_within_stores
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.planners.exact import plan_exact
@@ -49,7 +49,6 @@ _MAX_LEAVE_ONE_OUT = 6  # devices; with more, leaving each one out in turn would
 _DEVICE_COUNT_RATIO = 1.35  # between the numbers of devices that are tried: similar numbers give similar plans
 _NUM_MICRO_BATCH_TRIALS = 2  # plans tried with micro-batches; each costs a simulation of many layers
 _NUM_REPLICATION_TRIALS = 2  # plans tried with replication; each costs about twenty simulations
-_IDLE_SHARE = 0.01  # of the work: a plan without a device that does less is tried
 
 
 def plan_transformer(request: PlanRequest) -> PlanningResult[TransformerPlan]:
@@ -113,7 +112,7 @@ def _without_idle_devices(request: PlanRequest, plan: TransformerPlan) -> Transf
         each.device_id: each.compute_seconds * device_capacity(request, profiles[each.device_id].blocks)
         for each in plan.devices
     }
-    busy = tuple(device for device, share in work.items() if share >= _IDLE_SHARE * sum(work.values()))
+    busy = tuple(device for device, share in work.items() if share >= IDLE_SHARE * sum(work.values()))
     if len(busy) == plan.num_ranks:
         return plan
     method = plan.body.strategy if request.strategy == "auto" else request.strategy

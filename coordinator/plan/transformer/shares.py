@@ -168,8 +168,11 @@ class ShareBudget:
 
     def missing_bytes(self, groups: int, columns: int, vocabulary: int) -> int:
         """Bytes that all devices together lack for the whole model; at least 1, since whole grains may not fit either."""
-        needed = groups * self.bytes_per_head_grain + columns * self.bytes_per_column_grain
-        needed += vocabulary * self.bytes_per_vocabulary_grain
+        needed = (
+            groups * self.bytes_per_head_grain
+            + columns * self.bytes_per_column_grain
+            + vocabulary * self.bytes_per_vocabulary_grain
+        )
         return max(needed - sum(self.share_bytes(device) for device in range(len(self._free_bytes))), 1)
 
 

@@ -12,11 +12,10 @@ from coordinator.plan.graph.latency.list_scheduling import contended_heft, criti
 from coordinator.plan.graph.latency.memory import with_fitting
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
-from coordinator.plan.solution import SearchOptions, Solution
+from coordinator.plan.solution import SearchOptions, Solution, Stop
 from hearth.errors import NoPlacement
 
 _TIE_BREAK_SEED = 0  # any fixed value: the same problem gives the same plan
-Stop = Callable[[], bool]  # whether the time is over
 # Raises NoPlacement.
 Baseline = Callable[[PlacementProblem], Schedule]
 

@@ -11,7 +11,7 @@ flows are left out, and the path is a lower bound only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from typing import NamedTuple
 from coordinator.plan.graph.bits import reachable_sets, set_bits
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send
+from coordinator.plan.solution import Stop
 
 # Limits of a near cut. Dropped operators weaken the bound and must be placed by list scheduling, so most of a segment has to
 # remain; without any near cut, a large segment could not be solved.
@@ -65,7 +66,7 @@ def exact_cuts(problem: PlacementProblem, reachability: Reachability) -> Cuts:
 
 
 def near_cuts(
-    problem: PlacementProblem, reachability: Reachability, cuts: Cuts, max_operators: int, stop: Callable[[], bool]
+    problem: PlacementProblem, reachability: Reachability, cuts: Cuts, max_operators: int, stop: Stop
 ) -> Cuts:
     """Add near cuts until no segment has more than `max_operators`, no further cut is cheap enough, or `stop()` is true.
 

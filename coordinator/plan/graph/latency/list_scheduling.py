@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
 from random import Random
@@ -21,6 +21,7 @@ from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.memory import MemoryLedger
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule, sorted_by_start
+from coordinator.plan.solution import Stop
 from hearth.errors import NoPlacement
 
 
@@ -189,9 +190,7 @@ def heft(problem: PlacementProblem, pins: Mapping[int, int] | None = None) -> Sc
     return partial.to_schedule()
 
 
-def critical_path(
-    problem: PlacementProblem, rng: Random, runs: int = 50, stop: Callable[[], bool] = lambda: False
-) -> Schedule:
+def critical_path(problem: PlacementProblem, rng: Random, runs: int = 50, stop: Stop = lambda: False) -> Schedule:
     """Place the ready operator with the longest path to the end on the device where it can start first.
 
     Doppler's baseline (arXiv 2505.23131, section 6; Kwok and Ahmad 1999). Ties are broken at random; of `runs` runs, return

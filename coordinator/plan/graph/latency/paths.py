@@ -19,6 +19,7 @@ from coordinator.plan.graph.latency.decomposition import CutSegment
 from coordinator.plan.graph.latency.list_scheduling import heft
 from coordinator.plan.graph.latency.problem import FloatTable, PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule
+from coordinator.plan.solution import Stop
 
 # Of each segment's work, and of its transfers, that its pattern must keep: a pattern with less would give a weak bound.
 _MIN_KEPT_FRACTION = 0.95
@@ -237,7 +238,7 @@ def _make_path(arcs: _ArcLayers, pairs: Sequence[tuple[int, int]], upper: int, l
     return Path(tuple(layer[pair].schedule for layer, pair in zip(arcs, pairs, strict=True)), upper, lower)
 
 
-def _build_arcs(problem: PlacementProblem, segments: Sequence[CutSegment], stop: Callable[[], bool]) -> _ArcLayers:
+def _build_arcs(problem: PlacementProblem, segments: Sequence[CutSegment], stop: Stop) -> _ArcLayers:
     """By segment, its arc for each pair of devices at its entry and exit; equal arcs are one object.
 
     Ends early if `stop()` is true.

@@ -36,7 +36,7 @@ from coordinator.plan.graph.latency.decomposition import (
 from coordinator.plan.graph.latency.list_scheduling import contended_heft, heft, ranks_from_schedule
 from coordinator.plan.graph.latency.problem import PlacementProblem, in_ticks
 from coordinator.plan.graph.latency.schedule import Item, Schedule, best_schedule
-from coordinator.plan.solution import SearchOptions, Solution
+from coordinator.plan.solution import IDLE_SHARE, SearchOptions, Solution
 from hearth.errors import NoPlacement
 
 if TYPE_CHECKING:
@@ -57,7 +57,6 @@ _LISTS_SHARE = 0.25
 _NUM_STARTS = 4  # in the first turn
 _UNLIMITED = 1 << 62  # moves of a run, which ends by the clock
 _PRICES_OF_A_STEP = 3.0  # in those of an offer: its result is priced, and so is the plan that is made of it in the end
-_IDLE_SHARE = 0.01  # of the work: a device with less is left out where that costs nothing
 _MIN_SOLVER_SECONDS = 2.0  # importing CP-SAT and building its first models take most of a shorter limit
 
 
@@ -94,7 +93,7 @@ def without_idle_devices(problem: PlacementProblem, schedule: Schedule) -> Sched
     for device in range(problem.num_devices):
         used = set(schedule.assignment)
         share = sum(work[operator] for operator, each in enumerate(schedule.assignment) if each == device)
-        if device not in used or share >= _IDLE_SHARE * sum(work):
+        if device not in used or share >= IDLE_SHARE * sum(work):
             continue
         moved = [tuple(other if each == device else each for each in schedule.assignment) for other in used - {device}]
         found = [best_schedule(problem, each, schedule.order) for each in moved if not problem.overflow_bytes(each)]

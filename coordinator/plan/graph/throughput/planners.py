@@ -37,9 +37,9 @@ from coordinator.plan.graph.throughput.problem import (
     Stages,
     pipeline_problem,
 )
-from coordinator.plan.graph.throughput.published import Stop, published_stages, search_note
+from coordinator.plan.graph.throughput.published import published_stages, search_note
 from coordinator.plan.graph.throughput.search import FeasibilityProblem, SearchLimitReached, StageLimits
-from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution
+from coordinator.plan.solution import IDLE_SHARE, OperatorAssignment, SearchOptions, Solution, Stop
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 
@@ -50,7 +50,6 @@ _MAX_SUBSETS = 16  # of the devices on media that are searched too: more than al
 # Of the time limit, when the exact search ends, and when its bound does. The rest is for moving the cuts (rebalance.py).
 _SEARCH_SHARE, _BOUND_SHARE = 0.7, 0.8
 _MAX_VALUES = 2_000_000  # possible bottlenecks that are listed: sorting them takes a quarter of a second
-_IDLE_SHARE = 0.01  # of the work: a device with less is left out where that costs nothing
 
 
 def plan_pipeline(
@@ -107,7 +106,7 @@ def without_idle_devices(problem: PipelineProblem, stages: Stages) -> Stages:
     for device in [stage.device for stage in stages]:
         index = next(index for index, each in enumerate(stages) if each.device == device)
         small, merged = stages[index], list[Stages]()
-        if work[small.first : small.last + 1].sum() >= _IDLE_SHARE * work.sum():
+        if work[small.first : small.last + 1].sum() >= IDLE_SHARE * work.sum():
             continue
         for other, part in ((index - 1, {"last": small.last}), (index + 1, {"first": small.first})):
             if 0 <= other < len(stages):

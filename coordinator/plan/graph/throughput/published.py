@@ -13,7 +13,7 @@ too little, the smallest devices are left out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
@@ -22,11 +22,11 @@ import numpy as np
 from coordinator.plan.graph.bits import set_bits
 from coordinator.plan.graph.throughput.k_path import Links, k_path, longest_coloured_path
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
+from coordinator.plan.solution import Stop
 from hearth.errors import ModelDoesNotFit
 
 # Classes of transfers: the largest number that the paper tries, and the best one it finds.
 NUM_CLASSES = 20
-Stop = Callable[[], bool]  # whether the time is over
 
 
 class Partitioning(NamedTuple):

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from coordinator.plan.graph.bits import set_bits
 from coordinator.plan.graph.throughput.k_path import AdjacencyMasks, Links, depth_first_search, successors_of
 from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
+from coordinator.plan.solution import Stop
 
 # A pipeline that is easy to find takes few steps; it must cost less than a dynamic program.
 _MAX_DEPTH_FIRST_STEPS = 300
@@ -60,7 +61,7 @@ class FeasibilityProblem:
         # Whether there is a walk. If not, there is no pipeline either.
         self.has_walk = startable != 0
 
-    def find_pipeline(self, critical: set[int], stop: Callable[[], bool]) -> Stages | None:
+    def find_pipeline(self, critical: set[int], stop: Stop) -> Stages | None:
         """A pipeline, or None if there is none. Newly found critical devices are added to the set, for the next decision.
 
         Raises SearchLimitReached.
@@ -115,7 +116,7 @@ class FeasibilityProblem:
 
     # ---- depth-first search, for a quick positive answer ---------------------------------------------------------------
 
-    def _depth_first(self, steps: int, stop: Callable[[], bool]) -> Stages | None:
+    def _depth_first(self, steps: int, stop: Stop) -> Stages | None:
         def ways_on(path: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             if stop():
                 return iter(())
@@ -146,7 +147,7 @@ class FeasibilityProblem:
     # ---- exact search --------------------------------------------------------------------------------------------------
 
     def _find_walk(
-        self, tracked: int, twins: Sequence[int], stop: Callable[[], bool], ranking: _Ranking | None = None
+        self, tracked: int, twins: Sequence[int], stop: Stop, ranking: _Ranking | None = None
     ) -> Stages | None:
         """A walk that visits no tracked device twice, but may repeat others; None if there is none. Raises SearchLimitReached.
 

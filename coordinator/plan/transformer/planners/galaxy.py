@@ -85,8 +85,11 @@ def _repair(request: PlanRequest, body: TensorParallel) -> TensorParallel:
 def _moves(request: PlanRequest, body: TensorParallel, excess: Sequence[int]) -> Iterator[TensorParallel]:
     """Moves of one grain from the fullest device to another with room. The shorter last grain stays on the last device."""
     spec, source = request.spec, excess.index(max(excess))
-    heads = ("heads", spec.group_size, spec.num_heads)
-    kinds = (("columns", COLUMN_GRAIN, spec.ffn_size), ("vocabulary", VOCABULARY_GRAIN, spec.vocab_size), heads)
+    kinds = (
+        ("columns", COLUMN_GRAIN, spec.ffn_size),
+        ("vocabulary", VOCABULARY_GRAIN, spec.vocab_size),
+        ("heads", spec.group_size, spec.num_heads),
+    )
     for target in sorted(range(len(excess)), key=lambda rank: excess[rank]):
         for field, grain, total in kinds:
             grains = [-(-share // grain) for share in getattr(body, field)]
