@@ -28,7 +28,7 @@ settings.register_profile("nightly", settings.get_profile("quick"), max_examples
 settings.load_profile("ci" if "CI" in os.environ else "quick")
 
 
-COROUTINE_LIMIT_SECONDS = 300.0  # reached only by tests that hang, also on a busy machine
+COROUTINE_LIMIT_SECONDS = 120.0  # reached only by tests that hang, also on a busy machine
 
 
 @pytest.fixture(scope="session")

@@ -45,13 +45,24 @@ def deployments_of(folder: Path, fleet: TransformerFleet, lines: list[str] | Non
 
 
 @asynccontextmanager
-async def running(deployments: Deployments, fleet: TransformerFleet) -> AsyncIterator[None]:
+async def running(deployments: Deployments) -> AsyncIterator[None]:
     with in_process_planning():
         task = asyncio.create_task(deployments.run())
         try:
             yield
         finally:
             await cancel_all([task])
+
+
+@asynccontextmanager
+async def running_model(
+    folder: Path, fleet: TransformerFleet, name: str = "model", **settings: Any
+) -> AsyncIterator[tuple[Deployments, Controller]]:
+    """One model with these settings of its goal."""
+    deployments = deployments_of(folder, fleet)
+    await deployments.create(goal_of(folder, name, **settings), None)
+    async with running(deployments):
+        yield deployments, deployments.controllers[name]
 
 
 def serves(controller: Controller) -> bool:
@@ -164,7 +175,7 @@ async def test_pin_and_keep_alive_time_change_without_a_new_plan(tmp_path: Path)
     fleet = TransformerFleet("a")
     first = deployments_of(tmp_path, fleet)
     await first.create(goal_of(tmp_path), None)
-    async with running(first, fleet):
+    async with running(first):
         await until("serving", lambda: serves(first.controllers["model"]))
     saved = StateFile(tmp_path / "state").load().deployments["model"].plan
     second = deployments_of(tmp_path, TransformerFleet("a"))
@@ -182,10 +193,7 @@ async def test_pin_and_keep_alive_time_change_without_a_new_plan(tmp_path: Path)
 
 async def test_idle_model_is_unloaded_and_stays_so_over_a_restart_until_a_request_comes(tmp_path: Path) -> None:
     fleet = TransformerFleet("ab")
-    deployments = deployments_of(tmp_path, fleet)
-    await deployments.create(goal_of(tmp_path, keep_alive_seconds=0.05), None)
-    controller = deployments.controllers["model"]
-    async with running(deployments, fleet):
+    async with running_model(tmp_path, fleet, keep_alive_seconds=0.05) as (_, controller):
         await until("unloaded", lambda: controller.lifecycle.phase == "unloaded")
         plan = controller.plan
 
@@ -205,7 +213,7 @@ async def test_idle_model_is_unloaded_and_stays_so_over_a_restart_until_a_reques
     await again.restore()
     controller = again.controllers["model"]
     fleet.asked.clear()
-    async with running(again, fleet):
+    async with running(again):
         await until("unloaded", lambda: controller.lifecycle.phase == "unloaded")
         await asyncio.sleep(0.05)
         assert fleet.asked == []
@@ -216,10 +224,7 @@ async def test_idle_model_is_unloaded_and_stays_so_over_a_restart_until_a_reques
 
 async def test_model_is_not_unloaded_while_a_request_runs(tmp_path: Path) -> None:
     fleet = TransformerFleet("a")
-    deployments = deployments_of(tmp_path, fleet)
-    await deployments.create(goal_of(tmp_path, keep_alive_seconds=0.02), None)
-    controller = deployments.controllers["model"]
-    async with running(deployments, fleet):
+    async with running_model(tmp_path, fleet, keep_alive_seconds=0.02) as (_, controller):
         await until("unloaded", lambda: controller.lifecycle.phase == "unloaded")
         request = asyncio.create_task(ask(controller))
         await until("serving", lambda: serves(controller))
@@ -235,14 +240,11 @@ async def test_model_is_not_unloaded_while_a_request_runs(tmp_path: Path) -> Non
 
 async def test_client_chooses_until_the_next_request_when_the_idle_model_is_unloaded(tmp_path: Path) -> None:
     fleet = TransformerFleet("a")
-    deployments = deployments_of(tmp_path, fleet)
-    await deployments.create(goal_of(tmp_path), None)
-    controller = deployments.controllers["model"]
+    async with running_model(tmp_path, fleet) as (_, controller):
 
-    def is_unloaded() -> bool:
-        return controller.lifecycle.phase == "unloaded"
+        def is_unloaded() -> bool:
+            return controller.lifecycle.phase == "unloaded"
 
-    async with running(deployments, fleet):
         await until("serving", lambda: serves(controller))
         controller.keep_loaded(0.0)
         await until("unloaded", is_unloaded)
@@ -263,10 +265,7 @@ async def test_client_chooses_until_the_next_request_when_the_idle_model_is_unlo
 @pytest.mark.parametrize("of_goal", [{"pinned": True}, {"keep_alive_seconds": 0.1}])
 async def test_pinned_model_stays_loaded_and_a_client_may_keep_another(tmp_path: Path, of_goal: dict[str, Any]) -> None:
     fleet = TransformerFleet("a")
-    deployments = deployments_of(tmp_path, fleet)
-    await deployments.create(goal_of(tmp_path, **of_goal), None)
-    controller = deployments.controllers["model"]
-    async with running(deployments, fleet):
+    async with running_model(tmp_path, fleet, **of_goal) as (_, controller):
         await until("serving", lambda: serves(controller))
         controller.keep_loaded(0.0 if of_goal.get("pinned") else -1.0)
         await asyncio.sleep(0.4)
@@ -282,11 +281,9 @@ async def two_models_on_two_devices(
 ) -> AsyncIterator[tuple[TransformerFleet, Deployments]]:
     """The models `old` and `new`, each on one of two devices, which have memory for one."""
     fleet = TransformerFleet("a")
-    deployments = deployments_of(folder, fleet)
-    await deployments.create(goal_of(folder, "old", strategy="auto", pinned=pinned == "old"), None)
-    async with running(deployments, fleet):
-        await until("serving", lambda: serves(deployments.controllers["old"]))
-        plan = deployments.controllers["old"].plan
+    async with running_model(folder, fleet, "old", strategy="auto", pinned=pinned == "old") as (deployments, old):
+        await until("serving", lambda: serves(old))
+        plan = old.plan
         assert plan is not None
         fleet.add("b")
         limit_memory(fleet, int(1.5 * plan.devices[0].memory.total))
@@ -324,10 +321,7 @@ async def test_new_pinned_model_takes_the_memory_of_one_that_is_not_pinned_witho
     tmp_path: Path,
 ) -> None:
     fleet = TransformerFleet("a")
-    deployments = deployments_of(tmp_path, fleet)
-    await deployments.create(goal_of(tmp_path, "old"), None)
-    async with running(deployments, fleet):
-        old = deployments.controllers["old"]
+    async with running_model(tmp_path, fleet, "old") as (deployments, old):
         await until("serving", lambda: serves(old))
         limit_memory(fleet, int(1.5 * old.plan.devices[0].memory.total))
         fleet.released.clear()
@@ -345,10 +339,7 @@ async def test_new_pinned_model_takes_the_memory_of_one_that_is_not_pinned_witho
 
 async def test_model_that_is_too_large_in_any_case_ends_no_other(tmp_path: Path) -> None:
     fleet = TransformerFleet("a")
-    deployments = deployments_of(tmp_path, fleet)
-    await deployments.create(goal_of(tmp_path, "old"), None)
-    async with running(deployments, fleet):
-        old = deployments.controllers["old"]
+    async with running_model(tmp_path, fleet, "old") as (deployments, old):
         await until("serving", lambda: serves(old))
         limit_memory(fleet, int(1.5 * old.plan.devices[0].memory.total))
         write_model(tmp_path / "large", vocab_size=1 << 24)  # 1.5 GiB
@@ -362,10 +353,7 @@ async def test_model_that_is_too_large_in_any_case_ends_no_other(tmp_path: Path)
 async def test_model_that_is_in_vain_given_room_gets_it_once(tmp_path: Path) -> None:
     """Where nobody can tell before: it does not fit on the device because of a limit of its own."""
     fleet = TransformerFleet("a")
-    deployments = deployments_of(tmp_path, fleet)
-    await deployments.create(goal_of(tmp_path, "old"), None)
-    async with running(deployments, fleet):
-        old = deployments.controllers["old"]
+    async with running_model(tmp_path, fleet, "old") as (deployments, old):
         await until("serving", lambda: serves(old))
         limited = goal_of(tmp_path, "new", pinned=True, limits=(parse_limit("a=10MB"),))
         await deployments.add(limited, None)
