@@ -54,9 +54,11 @@ class Liveness:
         counts as two ticks at most.
         """
         elapsed = min(elapsed_seconds, 2 * TICK_SECONDS)
-        before = self.sample
-        is_busier = before is not None and sample is not None and sample.cpu_seconds > before.cpu_seconds
-        active = sample is None or sample.waits_for_processor or is_busier
+        active = (
+            sample is None
+            or sample.waits_for_processor
+            or (self.sample is not None and sample.cpu_seconds > self.sample.cpu_seconds)
+        )
         return replace(
             self,
             silent_seconds=self.silent_seconds + elapsed,

@@ -24,10 +24,8 @@ from tools.bench.stats import Ratio
 Name = Literal[
     "local", "gloo-tp", "gloo-tp-packed", "megatron-tp", "sp", "hmp-no-overlap", "hmp", "galaxy", "exact", "auto"
 ]
-GLOO = (
-    "gloo-tp",
-    "gloo-tp-packed",
-)  # torch.distributed's AllReduce, with torch's matrices, and with Hearth's packed ones
+# torch.distributed's AllReduce, with torch's matrices, and with Hearth's packed ones:
+GLOO = ("gloo-tp", "gloo-tp-packed")
 Lz4 = Literal["auto", "on", "off"]
 _PLENTY_BYTES = 1 << 40  # memory budget of a device without a limit
 GLOO_WIRES = ("exact", "fp16")

@@ -205,9 +205,8 @@ class PrefixCache(_Shortcut):
 
     weights: WeightFormat = "int4"
     prompt_tokens: int = Field(2068, ge=KV_BLOCK_TOKENS)
-    other_tokens: int = Field(
-        20, ge=1
-    )  # of each prompt, after the prefix, which is rounded down to blocks of the cache
+    # Of each prompt, after the prefix, which is rounded down to blocks of the cache:
+    other_tokens: int = Field(20, ge=1)
     step_rows: int | None = Field(512, ge=1)
     new_tokens: int = Field(4, ge=2)  # of an answer, which are compared
 

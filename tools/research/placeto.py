@@ -57,9 +57,8 @@ class PlacetoNetwork(nn.Module):  # type: ignore[misc]
         self.hidden, self.output = nn.Linear(8 * width, 8 * width), nn.Linear(8 * width, problem.num_devices)
         for each in self.modules():
             if isinstance(each, nn.Linear):
-                nn.init.xavier_uniform_(
-                    each.weight, gain=0.1 if each is self.output else 1.0
-                )  # all devices start equal
+                # All devices start nearly equal.
+                nn.init.xavier_uniform_(each.weight, gain=0.1 if each is self.output else 1.0)
                 nn.init.zeros_(each.bias)
         n = problem.num_operators
         ancestors = torch.eye(n, dtype=torch.bool)

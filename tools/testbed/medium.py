@@ -28,9 +28,8 @@ class Medium(BaseModel):
     name: str = Field(pattern=r"^[a-z][a-z0-9-]{0,9}$")
     mbit: float = Field(gt=0, le=100_000)  # of all its stations together
     delay_ms: float = Field(default=0.0, ge=0, le=10_000)
-    jitter_ms: float = Field(
-        default=0.0, ge=0, le=10_000
-    )  # the delay is uniform between delay - jitter and delay + jitter
+    # The delay is uniform between delay - jitter and delay + jitter.
+    jitter_ms: float = Field(default=0.0, ge=0, le=10_000)
     resent: float = Field(default=0.0, ge=0, lt=1)  # probability that the link sends a packet again
     resent_ms: tuple[float, float] = (5.0, 30.0)  # what that adds to the delay: uniform between these
     lost: float = Field(default=0.0, ge=0, lt=1)  # probability that a packet is lost for good

@@ -50,6 +50,8 @@ from hearth.platform.machine import give_back_freed_buffers, keep_freed_buffers
 from hearth.wire.codec import NUMPY_CASTS, Array
 from hearth.wire.messages import ComputeDevice, GraphProfile, Kernel, StartProfile
 
+log = logging.getLogger(__name__)
+
 _SAMPLE_SECONDS = 0.05  # of one sample: long compared with the clock's resolution and with pauses by the scheduler
 _SAMPLES_PER_MEASUREMENT = 5  # samples, whose median counts: two of them may be disturbed
 _MAX_REPEATS = 3  # of a measurement that background load disturbed: bounds the time on a busy device
@@ -62,8 +64,6 @@ _PATTERN_VALUES = 1 << 18  # random values, repeated over all weights: drawing a
 _KERNEL_SUFFIX = "_kernel_time"
 _RESERVE_BYTES = 64 << 20  # kept free on the disk beyond the weights, so that other programs can still write
 GRAPH_FILE = "graph.onnx"
-log = logging.getLogger(__name__)
-
 _LIBRARY = "libcuda.so.1"  # the driver's; there wherever a CUDA provider can run
 _SUCCESS = 0
 _IS_INTEGRATED = 18  # CU_DEVICE_ATTRIBUTE_INTEGRATED

@@ -33,11 +33,8 @@ from hearth.plan.profile import BlockProfile, LatencyCurve, fit_curve, suspiciou
 from hearth.platform.machine import give_back_freed_buffers, keep_freed_buffers
 from hearth.wire.messages import BlocksOf, ComputeDevice, NewSequence, Sampling, StartProfile
 
-_MEASURED_FRACTIONS = (
-    0.25,
-    0.5,
-    1.0,
-)  # of the whole size: three points are the least that can tell a line from a curve
+# Of the whole size: three points are the least that can tell a line from a curve.
+_MEASURED_FRACTIONS = (0.25, 0.5, 1.0)
 # Of the rows of an MLP: with few of them, as a slow device may have, a GEMM waits for its weights.
 _ROW_FRACTIONS = (0.125, *_MEASURED_FRACTIONS)
 _SAMPLE_SECONDS = 0.03  # of one sample: long compared with the clock's resolution and with pauses by the scheduler

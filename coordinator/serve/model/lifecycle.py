@@ -29,6 +29,8 @@ _BRING_UP = (*UNPLANNED, "pushing", "loading", "warming")
 
 @dataclass(frozen=True)
 class _OfDeployment:
+    """What happened to the workers of the deployment `epoch`."""
+
     epoch: int
 
 

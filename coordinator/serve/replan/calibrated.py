@@ -53,9 +53,8 @@ class CalibratedReplanner:
         # Of the last search of this deployment: when, for which devices, and with which factors.
         self._searched: tuple[float, frozenset[str], dict[str, float]] | None = None
         self._change: _Change | None = None
-        self._misled: frozenset[str] = (
-            frozenset()
-        )  # devices for which a predicted gain was none: no more searches there
+        # Devices for which a predicted gain was none: no more searches there.
+        self._misled: frozenset[str] = frozenset()
 
     async def run(self, goal: Goal, deployment: GraphDeployment) -> GraphPlan:
         """Wait for a plan that is clearly better than the deployed one, and return it. Errors do not end the deployment."""

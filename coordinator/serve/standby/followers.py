@@ -177,9 +177,8 @@ class Replication:
         try:
             while not self.hand_over.accepted.is_set():
                 num_changes = self.followers.num_changes
-                is_saved = all(
-                    each.is_saved for each in self.keys
-                )  # else keys are in memory only, and not in the files
+                # Else keys are in memory only, and not in the files.
+                is_saved = all(each.is_saved for each in self.keys)
                 state = self.state.load(), *(each.current() for each in self.keys)
                 if state != sent or loop_time() >= scan_at:
                     files = await on_disk(state_dir, FILE_SECONDS, self._files)

@@ -158,9 +158,8 @@ def _mark(name: str, texts: str | Sequence[str] | None, pattern: str | None) -> 
             raise ValueError(f"{name} has a pattern that is no regular expression ({error})") from None
     if texts is None:
         return None
-    each = sorted(
-        {texts} if isinstance(texts, str) else set(texts), key=len, reverse=True
-    )  # the longest is tried first
+    # The longest is tried first:
+    each = sorted({texts} if isinstance(texts, str) else set(texts), key=len, reverse=True)
     if not each or "" in each:
         raise ValueError(f"{name} has an empty mark")
     fixed = not any(a != b and a.startswith(b) for a in each for b in each)

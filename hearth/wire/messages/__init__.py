@@ -20,9 +20,9 @@ from hearth.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from hearth.validation import first_error
 from hearth.wire.envelope import NOT_MSGPACK, message_tag
 from hearth.wire.messages.agent import *  # noqa: F403
-from hearth.wire.messages.base import *  # noqa: F403  # noqa: F403
+from hearth.wire.messages.base import *  # noqa: F403
 from hearth.wire.messages.base import MAX_LIST_ITEMS, MESSAGE_TYPES, Message
-from hearth.wire.messages.client import *  # noqa: F403  # noqa: F403
+from hearth.wire.messages.client import *  # noqa: F403
 from hearth.wire.messages.events import *  # noqa: F403
 from hearth.wire.messages.worker import *  # noqa: F403
 

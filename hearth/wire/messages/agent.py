@@ -384,9 +384,8 @@ class FetchChunks(Command):
 class ChunksFetched(Message):
     """The answer to `FetchChunks`."""
 
-    missing: tuple[Hash, ...] = Field(
-        max_length=50_000, fail_fast=True
-    )  # chunks that did not arrive intact within that time
+    # Chunks that did not arrive intact within that time:
+    missing: tuple[Hash, ...] = Field(max_length=50_000, fail_fast=True)
 
 
 class GetChunk(Message):

@@ -460,9 +460,8 @@ class SequenceRows(WireModel):
     sample: bool  # whether to sample a token after the last row
     num_drafted: Annotated[int, Field(ge=0, le=MAX_DRAFTED_TOKENS)] = 0
     num_rejected: Annotated[int, Field(ge=0, le=MAX_DRAFTED_TOKENS)] = 0  # newest rows in the KV cache, dropped first
-    blocks: tuple[BlockNumber, ...] = Field(
-        default=(), max_length=MAX_LIST_ITEMS, fail_fast=True
-    )  # more of its KV cache
+    # More of its KV cache:
+    blocks: tuple[BlockNumber, ...] = Field(default=(), max_length=MAX_LIST_ITEMS, fail_fast=True)
     new: NewSequence | None = None
 
 

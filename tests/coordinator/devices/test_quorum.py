@@ -123,9 +123,8 @@ def test_change_that_no_previous_voter_has_stored_is_dropped_by_a_takeover() -> 
     taken = standby.granted("a", before).granted("b", None).take_over("ab")
     assert (taken.current.voters, taken.current.previous_voters) == (("a",), ())
     assert stored_by_all(taken, "a").may_compute("a")
-    assert (
-        standby.granted("a", joint).granted("b", None).take_over("ab") is None
-    )  # its end may be in use: b alone leads
+    # Its end may be in use: b alone leads.
+    assert standby.granted("a", joint).granted("b", None).take_over("ab") is None
 
 
 def test_all_devices_but_one_may_be_lost_one_after_the_other() -> None:

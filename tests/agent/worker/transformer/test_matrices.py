@@ -19,9 +19,8 @@ from agent.worker.transformer.matrices import Matrix, empty_matrix, layouts_to_m
 from hearth.errors import StepFailed, UnsupportedWeights  # noqa: E402
 from hearth.plan.model_spec import WeightFormat  # noqa: E402
 
-torch.set_num_threads(
-    1
-)  # with more, onnxruntime shares them with all sessions of this process, also those of other tests
+# With more, onnxruntime shares them with all sessions of this process, also those of other tests:
+torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
 ALL = slice(None)

@@ -160,12 +160,10 @@ def test_all_bytes_of_a_worker_count_on_profiled_devices() -> None:
     first, second = memory_by_rank(spec, segments, cluster, [0, 1])
     assert (first.weights, second.weights) == (200, 600)  # profiling showed that weights take twice their bytes
     assert first.workspace == 1000 + 10 + (8 << 20)
-    assert (
-        first.activations == 50 // 2 + requests_in_flight(segments) * 2 * 10
-    )  # sent tensors and their encrypted copies
-    assert (
-        memory_by_rank(spec, segments, cluster_of(spec, [1.0, 1.0], 1e9), [0, 1])[0].total == 100
-    )  # cluster from a file
+    # Sent tensors and their encrypted copies:
+    assert first.activations == 50 // 2 + requests_in_flight(segments) * 2 * 10
+    # Cluster from a file:
+    assert memory_by_rank(spec, segments, cluster_of(spec, [1.0, 1.0], 1e9), [0, 1])[0].total == 100
 
 
 @pytest.mark.parametrize("objective", ["latency", "throughput"])

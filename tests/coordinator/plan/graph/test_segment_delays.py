@@ -117,9 +117,8 @@ def test_segment_waits_while_the_result_before_it_is_sent(measured: bool, delay:
     assert slower.seconds[2][0] > 3.0 + delay / 2  # counted twice without the delay: in the factor and in the price
 
 
-@pytest.mark.parametrize(
-    ("measured", "factor"), [(0.8, 0.8), (1.0, 1.0), (1.3, 1.0), (1.5, 1.0), (2.0, 1.5)]
-)  # seconds of a segment of 1 s, of which transfers are predicted to take another 0.5
+# Seconds of a segment of 1 s, of which transfers are predicted to take another 0.5:
+@pytest.mark.parametrize(("measured", "factor"), [(0.8, 0.8), (1.0, 1.0), (1.3, 1.0), (1.5, 1.0), (2.0, 1.5)])
 def test_delay_explains_times_above_the_profile_only(measured: float, factor: float) -> None:
     spec = from_edges("one", [Operator("op", "Conv", 1.0)], [0], [])
     cluster, plan = cluster_of(spec, [1.0], 1.0), placed_plan(spec, ["id-a"])

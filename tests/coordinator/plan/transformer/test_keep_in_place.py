@@ -83,9 +83,8 @@ def test_loaded_weights_are_those_of_the_chunks_that_a_device_did_not_have(kind:
     before, after = chunks_of_devices(held), chunks_of_devices(plan)
     new = [chunk for device, chunks in after.items() for chunk in chunks - before[device]]
     expected = sum(num_chunk_weights(plan.model, kind, grain) for kind, _, grain in new)  # type: ignore[arg-type]
-    assert loaded_weights(plan, held) == pytest.approx(
-        expected, rel=0.01
-    )  # the last grain of the vocabulary is shorter
+    # The last grain of the vocabulary is shorter:
+    assert loaded_weights(plan, held) == pytest.approx(expected, rel=0.01)
 
 
 def test_order_of_a_ring_is_kept_where_only_a_slower_one_would_load_less() -> None:

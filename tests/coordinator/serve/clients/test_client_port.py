@@ -206,9 +206,8 @@ def test_roles_are_checked_and_refusals_counted(tmp_path: Path) -> None:
 def test_apps_may_send_what_their_roles_permit(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         watch, measure, ask = wire.WatchEvents(), wire.GetMetrics(), wire.GetModelInfo()
-        await home.client().call(
-            wire.GetReadiness(), timeout_seconds=20
-        )  # the process runs, and hears of changes at once
+        # The process runs, and hears of changes at once.
+        await home.client().call(wire.GetReadiness(), timeout_seconds=20)
         permitted = {"app": (ask,), "metrics": (measure,), "observer": (ask, measure, watch)}
         for role, theirs in permitted.items():
             keys = new_keypair()
@@ -234,9 +233,8 @@ def test_new_app_may_connect_at_once_and_revoked_one_is_ended_at_once(tmp_path: 
         blind = new_keypair()
         home.trust.apps.add("blind", blind.public)
         home.port.change_access()
-        await home.client().call(
-            wire.GetReadiness(), timeout_seconds=20
-        )  # the answer of `add_app` follows the change likewise
+        # The answer of `add_app` follows the change likewise.
+        await home.client().call(wire.GetReadiness(), timeout_seconds=20)
         client = home.client(blind)
         stream = client.stream(wire.Generate(prompt="p", max_tokens=100_000), timeout_seconds=20, last=wire.TextEnded)
         await anext(stream)

@@ -33,12 +33,8 @@ transformers = pytest.importorskip("transformers")
 from support.engines import EngineCluster, GenerationCluster, store_chunks  # noqa: E402 (needs torch)
 
 LOGIT_TOLERANCE = 1e-3  # largest accepted absolute difference of a logit: float32 sums in another order came to 7.5e-5
-PROMPT_TOKENS = (
-    1,
-    17,
-    129,
-    500,
-)  # lengths of the prompts in one batch: one token, several chunks, past a sliding window
+# Lengths of the prompts in one batch: one token, several chunks, past a sliding window.
+PROMPT_TOKENS = (1, 17, 129, 500)
 NEW_TOKENS = 64  # generated per prompt: enough decoding steps to read what earlier ones wrote into the KV cache
 CHUNK_ROWS = 96  # of a prefill step in chunked cases: splits two of the four prompts, one of them into six chunks
 
