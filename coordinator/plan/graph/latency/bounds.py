@@ -25,10 +25,7 @@ def earliest_ends(
             start = releases[i][k] if releases is not None else 0.0
             for index in problem.incoming[i]:
                 flow = problem.flows[index]
-                arrivals = (
-                    end + (flow.seconds[a][k] + problem.latency[a][k] if a != k else 0.0)
-                    for a, end in ends[flow.source].items()
-                )
+                arrivals = (end + flow.seconds[a][k] + problem.latency[a][k] for a, end in ends[flow.source].items())
                 start = max(start, min(arrivals))
             ends[i][k] = start + problem.seconds[i][k]
     return ends
@@ -38,20 +35,16 @@ def remaining_times(
     problem: PlacementProblem, pins: Mapping[int, int] | None = None, tails: FloatTable | None = None
 ) -> TicksByDevice:
     """By operator and device, a lower bound on the time from its end there to the end of the schedule."""
-    pins = pins or {}
+    pins, late = pins or {}, problem.latency
     rests: TicksByDevice = [{} for _ in problem.operators]
     for i in reversed(range(problem.num_operators)):
         for k in [pins[i]] if i in pins else range(problem.num_devices):
             rest = tails[i][k] if tails is not None else 0.0
             for index in problem.outgoing[i]:
-                flow = problem.flows[index]
-                for target in flow.targets:
-                    remaining = (
-                        (flow.seconds[k][b] + problem.latency[k][b] if b != k else 0.0)
-                        + problem.seconds[target][b]
-                        + after
-                        for b, after in rests[target].items()
-                    )
+                transfers = problem.flows[index].seconds[k]
+                for target in problem.flows[index].targets:
+                    times = problem.seconds[target]
+                    remaining = (transfers[b] + late[k][b] + times[b] + after for b, after in rests[target].items())
                     rest = max(rest, min(remaining))
             rests[i][k] = rest
     return rests

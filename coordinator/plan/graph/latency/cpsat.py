@@ -46,13 +46,12 @@ class SolverLimits:
     """When the solver stops.
 
     `seconds` are wall-clock time, with a `clock` for building the model, too. `deterministic_seconds` are the solver's own
-    count of its work: with one worker, a run that ends by this count repeats exactly. `linearization` is CP-SAT's level:
-    0 searches fast, 2 gives good bounds.
+    count of its work: a run that ends by this count repeats exactly. `linearization` is CP-SAT's level: 0 searches fast, 2
+    gives good bounds.
     """
 
     seconds: float
     deterministic_seconds: float = math.inf
-    num_workers: int = 1
     linearization: int = 1
     clock: Callable[[], float] = lambda: 0.0
 
@@ -78,8 +77,7 @@ def solve_placement_model(
     if hint is not None:
         model.hint(hint)
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers = limits.num_workers
-    solver.parameters.random_seed = 0
+    solver.parameters.num_workers, solver.parameters.random_seed = 1, 0  # with one worker, runs repeat exactly
     solver.parameters.linearization_level = limits.linearization
     solver.parameters.max_time_in_seconds = max(limits.seconds - (limits.clock() - began), 0.0)
     if limits.deterministic_seconds < math.inf:
@@ -229,9 +227,8 @@ class _PlacementModel:
             for channel, used in self._channel_variables(flow.source, target).items()
             if channel[0] != channel[1]
         }
-        transfer_delay = sum(delay[channel] * used for channel, used in pairs.items())
         self.model.add(start >= self._ends[flow.source])
-        self.model.add(self._starts[target] >= start + transfer_delay)
+        self.model.add(self._starts[target] >= start + sum(delay[channel] * used for channel, used in pairs.items()))
         for (a, b), used in pairs.items():
             self._sends[Send(index, b)] = start
             self._add_channel_use(index, a, b, _ResourceUse(start, busy[a, b], used), [target])

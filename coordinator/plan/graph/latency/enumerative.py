@@ -105,8 +105,7 @@ def input_seconds(problem: PlacementProblem, assignment: Sequence[int], operator
     total = 0.0
     for index in problem.incoming[operator]:
         source = assignment[problem.flows[index].source]
-        if source != device:
-            total += problem.flows[index].seconds[source][device] + problem.latency[source][device]
+        total += problem.flows[index].seconds[source][device] + problem.latency[source][device]
     return total
 
 

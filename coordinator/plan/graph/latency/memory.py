@@ -80,8 +80,11 @@ def total_bytes(problem: PlacementProblem) -> int:
     return sum(problem.memory_bytes) + sum(group.num_bytes for group in problem.shared)
 
 
-def fitting_assignment(problem: PlacementProblem, seconds: float, num_workers: int = 1) -> tuple[int, ...] | int:
-    """An assignment within all budgets; if none is found, the proven lower bound on the bytes that are missing."""
+def with_fitting(problem: PlacementProblem, seconds: float, strategy: str) -> PlacementProblem:
+    """The problem with an assignment within all budgets, so that list schedulers keep room for it.
+
+    Raises ModelDoesNotFit with the missing bytes, or NoPlacement if it could not be decided within `seconds`.
+    """
     from ortools.sat.python import cp_model  # takes 0.3 s, which few problems need
 
     model, ranks, total = cp_model.CpModel(), range(problem.num_devices), total_bytes(problem)
@@ -93,24 +96,15 @@ def fitting_assignment(problem: PlacementProblem, seconds: float, num_workers: i
         model.add(held_bytes(model, problem, on, k) <= problem.budget_bytes[k] + over[k])
     model.minimize(sum(over))
     solver = cp_model.CpSolver()
-    solver.parameters.num_workers, solver.parameters.random_seed = num_workers, 0
+    solver.parameters.num_workers, solver.parameters.random_seed = 1, 0
     solver.parameters.max_time_in_seconds = max(seconds, 0.0)
     solver.parameters.max_deterministic_time = _MAX_DETERMINISTIC_SECONDS
     status = solver.solve(model)
-    missing = max(0, math.ceil(solver.best_objective_bound - _ROUNDING_BYTES)) if status != cp_model.UNKNOWN else 0
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE) or round(solver.objective_value) > 0:
-        return max(missing, total - sum(problem.budget_bytes), 0)
-    return tuple(next(k for k in ranks if solver.boolean_value(where[k])) for where in on)
-
-
-def with_fitting(problem: PlacementProblem, seconds: float, strategy: str) -> PlacementProblem:
-    """The problem with an assignment within all budgets, so that list schedulers keep room for it.
-
-    Raises ModelDoesNotFit with the missing bytes, or NoPlacement if it could not be decided within `seconds`.
-    """
-    fitted = fitting_assignment(problem, seconds)
-    if not isinstance(fitted, int):
-        return replace(problem, fitting=fitted)
-    if fitted == 0:
+    if status in (cp_model.OPTIMAL, cp_model.FEASIBLE) and round(solver.objective_value) == 0:
+        fitting = tuple(next(k for k in ranks if solver.boolean_value(where[k])) for where in on)
+        return replace(problem, fitting=fitting)
+    proven = math.ceil(solver.best_objective_bound - _ROUNDING_BYTES) if status != cp_model.UNKNOWN else 0
+    missing = max(proven, total - sum(problem.budget_bytes), 0)
+    if missing == 0:
         raise NoPlacement(graph=problem.name, strategy=strategy)
-    raise ModelDoesNotFit(model=problem.name, missing_bytes=fitted)
+    raise ModelDoesNotFit(model=problem.name, missing_bytes=missing)

@@ -70,14 +70,10 @@ def _try_to_join(group: _Group, problem: PlacementProblem, index: int) -> bool:
             for ours, theirs in zip(group.pattern.flows, problem.flows, strict=True)
         ),
     )
-    max_work, max_transfers = (
-        max(group.max_work, _work_ticks(problem)),
-        max(group.max_transfers, _transfer_ticks(problem)),
-    )
-    if (
-        _work_ticks(pattern) < _MIN_KEPT_FRACTION * max_work
-        or _transfer_ticks(pattern) < _MIN_KEPT_FRACTION * max_transfers
-    ):
+    max_work = max(group.max_work, _work_ticks(problem))
+    max_transfers = max(group.max_transfers, _transfer_ticks(problem))
+    work, transfers = _work_ticks(pattern), _transfer_ticks(pattern)
+    if work < _MIN_KEPT_FRACTION * max_work or transfers < _MIN_KEPT_FRACTION * max_transfers:
         return False
     group.pattern, group.max_work, group.max_transfers = pattern, max_work, max_transfers
     group.members.append(index)
@@ -153,17 +149,17 @@ class Arc:
             self._lower = self.upper
         return True
 
-    def tighten(self, below: int, seconds: float, num_workers: int) -> None:
+    def tighten(self, below: int, seconds: float) -> None:
         """Look for a schedule that ends before `below`, or for a proof that there is none."""
         if self._pattern is not None and self._pattern.is_open:
-            self._pattern.tighten(below, seconds, num_workers)
+            self._pattern.tighten(below, seconds)
             return
         below = min(below, self.upper)
         # Search without a linear relaxation proves small arcs fastest; the relaxation gives good bounds for large arcs,
         # and its full form better ones if there is time for it.
         large = self._problem.num_operators > _LARGE_ARC_OPERATORS
         linearization = 0 if (self._tries + large) % 2 == 0 else 2 if large and self._tries > 1 else 1
-        limits = SolverLimits(seconds, self._try_seconds, num_workers, linearization)
+        limits = SolverLimits(seconds, self._try_seconds, linearization)
         result = solve_placement_model(self._problem, limits, below, self._pins, self.schedule)
         self._tries += 1
         if not self._tries % 2:
@@ -198,11 +194,7 @@ class Path(NamedTuple):
 
 
 def shortest_paths(
-    problem: PlacementProblem,
-    segments: Sequence[CutSegment],
-    clock: Callable[[], float],
-    deadline: float,
-    num_workers: int = 1,
+    problem: PlacementProblem, segments: Sequence[CutSegment], clock: Callable[[], float], deadline: float
 ) -> Iterator[Path]:
     """Yield shorter and shorter paths, the best one last, until the optimum is proven or `clock()` reaches `deadline`.
 
@@ -231,7 +223,7 @@ def shortest_paths(
         arc = arcs[index][path[index]]
         # The rest of the path takes at least this long; the arc matters only if it fits in the remaining time.
         rest = lower - arc.lower
-        arc.tighten(upper - rest, deadline - clock(), num_workers)
+        arc.tighten(upper - rest, deadline - clock())
 
 
 def _make_path(arcs: _ArcLayers, pairs: Sequence[tuple[int, int]], upper: int, lower: int) -> Path:
@@ -244,7 +236,6 @@ def _build_arcs(problem: PlacementProblem, segments: Sequence[CutSegment], stop:
     Ends early if `stop()` is true.
     """
     known: dict[PlacementProblem, dict[tuple[int, int], Arc]] = {}
-
     arcs: _ArcLayers = []
     ranks = range(problem.num_devices)
     for segment, pattern in zip(segments, segment_patterns([segment.problem for segment in segments]), strict=True):

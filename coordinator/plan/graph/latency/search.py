@@ -107,14 +107,13 @@ def is_short_search(options: SearchOptions) -> bool:
     return options.time_limit_seconds < _MIN_SOLVER_SECONDS
 
 
-def solve_moirai(problem: PlacementProblem, options: SearchOptions, num_workers: int = 1) -> Solution[Schedule]:
+def solve_moirai(problem: PlacementProblem, options: SearchOptions) -> Solution[Schedule]:
     """The best placement found within the time limit, with a lower bound; never worse than a list schedule.
 
-    `num_workers` threads search. Proofs hold to the precision of a tick (`in_ticks`). Raises ModelDoesNotFit with the missing
-    bytes, or NoPlacement if the search could not decide in time whether the graph fits.
+    Proofs hold to the precision of a tick (`in_ticks`). Raises ModelDoesNotFit with the missing bytes, or NoPlacement if the
+    search could not decide in time whether the graph fits.
     """
-    search = _Search(problem, "moirai", options, num_workers)
-    search.offer_lists()
+    search = _Search(problem, "moirai", options)
     search.use_solver(1.0)
     if not search.is_over:
         search.take_turns(0.0)
@@ -132,8 +131,7 @@ def solve_doppler(
     `sample` returns further starts, given the best one. It is called once, within the time limit. With less than two seconds,
     CP-SAT is left out, and the time is spent on the best start.
     """
-    search = _Search(problem, "doppler", options)
-    search.offer_lists(starts, sample)
+    search = _Search(problem, "doppler", options, starts, sample)
     if is_short_search(options):
         search.anneal(search.starts[:1], _UNLIMITED)
     else:
@@ -146,30 +144,31 @@ def solve_doppler(
 class _Search:
     """The best schedule so far, and a lower bound. Each step offers schedules or raises the bound, until `deadline`.
 
-    CP-SAT is imported by the first step that uses it, which takes half a second.
+    The first best one is that of `starts`, of all list schedules and of the samples. Raises as `list_schedules`. CP-SAT is
+    imported by the first step that uses it, which takes half a second.
     """
 
-    def __init__(self, problem: PlacementProblem, strategy: str, options: SearchOptions, num_workers: int = 1) -> None:
+    def __init__(
+        self,
+        problem: PlacementProblem,
+        strategy: str,
+        options: SearchOptions,
+        starts: Iterable[Start] = (),
+        sample: Callable[[Schedule], Sequence[Start]] | None = None,
+    ) -> None:
         self._clock, self._began = options.clock, options.clock()
         self.deadline = self._began + options.time_limit_seconds
-        self.starts: list[Start] = []  # by increasing makespan
-        self._problem, self._strategy, self._options = problem, strategy, options
+        self._problem = problem
         self._ticked, self._ticks_per_unit = in_ticks(problem)
-        self._best: Schedule | None = None  # with exact times
-        self._best_ticked: Schedule | None = None
         self._bound_ticks = relaxed_makespan(self._ticked)
-        self._pricing_seconds = 0.0  # of the result of a step: a second and more for thousands of operators
-        self._num_workers, self._random = num_workers, Random(options.seed)
-
-    @property
-    def _incumbent(self) -> Schedule:
-        assert self._best is not None
-        return self._best
-
-    @property
-    def _incumbent_in_ticks(self) -> Schedule:
-        assert self._best_ticked is not None
-        return self._best_ticked
+        self._random = Random(options.seed)
+        until = self._began + _LISTS_SHARE * options.time_limit_seconds
+        lists = list_schedules(problem, options.time_limit_seconds / 2, strategy, lambda: self._clock() >= until)
+        self.starts = best_starts([*starts, *map(Start, lists)])  # by increasing makespan
+        if sample is not None:
+            self.starts = best_starts([*self.starts, *sample(self.starts[0].schedule)])
+        first = self.starts[0].schedule
+        self._best, self._best_ticked, self._pricing_seconds = self._price(first.assignment, first.order)
 
     @property
     def _seconds_left(self) -> float:
@@ -178,7 +177,7 @@ class _Search:
 
     @property
     def _is_proven(self) -> bool:
-        return round(self._incumbent_in_ticks.makespan) <= self._bound_ticks
+        return round(self._best_ticked.makespan) <= self._bound_ticks
 
     @property
     def is_over(self) -> bool:
@@ -186,23 +185,11 @@ class _Search:
 
     def solution(self) -> Solution[Schedule]:
         self._leave_out_idle_devices()
-        best = self._incumbent
+        best = self._best
         bound = min(self._bound_ticks / self._ticks_per_unit, best.makespan)
         return Solution(best, best.makespan, bound, self._is_proven, self._clock() - self._began)
 
     # ---- steps --------------------------------------------------------------------------------------------------------
-
-    def offer_lists(
-        self, starts: Iterable[Start] = (), sample: Callable[[Schedule], Sequence[Start]] | None = None
-    ) -> None:
-        """Offer the best of `starts`, of all list schedules and of the samples. Raises as `list_schedules`."""
-        seconds = self._options.time_limit_seconds
-        until = self._began + _LISTS_SHARE * seconds
-        lists = list_schedules(self._problem, seconds / 2, self._strategy, lambda: self._clock() >= until)
-        self.starts = best_starts([*starts, *map(Start, lists)])
-        if sample is not None:
-            self.starts = best_starts([*self.starts, *sample(self.starts[0].schedule)])
-        self._offer(self.starts[0].schedule.assignment, self.starts[0].schedule.order)
 
     def use_solver(self, share: float) -> None:
         """Raise the bound, and offer optima of parts: a quarter of a `share` of the time goes to parts that prove nothing."""
@@ -219,7 +206,7 @@ class _Search:
         """Solve windows and anneal until the time is over, or the best schedule is proven to be optimal."""
         from coordinator.plan.graph.latency.windows import WindowSearch  # imports CP-SAT
 
-        windows = WindowSearch(self._ticked, self._num_workers, self._clock)
+        windows = WindowSearch(self._ticked, self._clock)
         starts, moves = self.starts[:_NUM_STARTS], _FIRST_MOVES
         began, windows_seconds = self._clock(), 0.0
         while not self.is_over:
@@ -239,27 +226,33 @@ class _Search:
             if self._is_proven or left <= 0.0:
                 break
             end = self._clock() + left / (len(starts) + 1 - index)
-            schedule, probabilities = starts[index] if index < len(starts) else Start(self._incumbent)
+            schedule, probabilities = starts[index] if index < len(starts) else Start(self._best)
             found = improve(self._problem, schedule, self._random, moves, self._clock, end, probabilities)
             self._offer(found.assignment, found.order)
             makespans.append(found.makespan)
         self._leave_out_idle_devices()
-        limit = _MAX_BEHIND * self._incumbent.makespan
+        limit = _MAX_BEHIND * self._best.makespan
         return [start for start, makespan in zip(starts, makespans, strict=False) if makespan <= limit]
 
     # -------------------------------------------------------------------------------------------------------------------
 
-    def _offer(self, assignment: Sequence[int], order: Iterable[Item]) -> None:
+    def _price(self, assignment: Sequence[int], order: Sequence[Item]) -> tuple[Schedule, Schedule, float]:
+        """The schedule with exact times and in ticks, and the seconds to price the result of a step.
+
+        These are a second and more for thousands of operators.
+        """
+        began = self._clock()
+        exact, ticked = (best_schedule(each, assignment, order) for each in (self._problem, self._ticked))
+        return exact, ticked, _PRICES_OF_A_STEP * (self._clock() - began)
+
+    def _offer(self, assignment: Sequence[int], order: Sequence[Item]) -> None:
         """Keep the schedule if it is the best so far; none that exceeds the memory."""
         if self._problem.overflow_bytes(assignment) > 0:
             return
-        began, items = self._clock(), list(order)
-        exact, ticked = (best_schedule(each, assignment, items) for each in (self._problem, self._ticked))
-        if self._best is None or exact.makespan < self._best.makespan:
-            self._best = exact
-        if self._best_ticked is None or ticked.makespan < self._best_ticked.makespan:
-            self._best_ticked = ticked
-        self._pricing_seconds = max(self._pricing_seconds, _PRICES_OF_A_STEP * (self._clock() - began))
+        exact, ticked, seconds = self._price(assignment, order)
+        self._best = min(self._best, exact, key=lambda each: each.makespan)
+        self._best_ticked = min(self._best_ticked, ticked, key=lambda each: each.makespan)
+        self._pricing_seconds = max(self._pricing_seconds, seconds)
 
     def _solve_paths(self, near_cut_share: float) -> None:
         """Find the shortest path over the segments between cut vertices: the optimum, if memory does not bind.
@@ -273,7 +266,7 @@ class _Search:
         if not segments:
             return
         deadline = self.deadline if is_exact else deadline
-        for path in shortest_paths(self._ticked, segments, self._clock, deadline, self._num_workers):
+        for path in shortest_paths(self._ticked, segments, self._clock, deadline):
             self._bound_ticks = max(self._bound_ticks, path.lower)
             self._complete_and_offer(join_schedules(segments, path.schedules))
 
@@ -312,8 +305,7 @@ class _Search:
         """Solve the graph as one model."""
         from coordinator.plan.graph.latency.cpsat import SolverLimits, solve_placement_model
 
-        known = self._incumbent_in_ticks
-        limits = SolverLimits(self._seconds_left, num_workers=self._num_workers)
+        known, limits = self._best_ticked, SolverLimits(self._seconds_left)
         result = solve_placement_model(self._ticked, limits, round(known.makespan), hint=known)
         if result.schedule is not None:
             self._offer(result.schedule.assignment, result.schedule.order)
@@ -322,7 +314,7 @@ class _Search:
     def _solve_window(self, windows: WindowSearch) -> float:
         """Solve the next window of the best schedule; returns the seconds that it took."""
         began = self._clock()
-        better = windows.step(self._incumbent_in_ticks, self._seconds_left)
+        better = windows.step(self._best_ticked, self._seconds_left)
         self._bound_ticks = max(self._bound_ticks, windows.bound)
         if better is not None:
             self._offer(better.assignment, better.order)
@@ -330,7 +322,7 @@ class _Search:
         return self._clock() - began
 
     def _leave_out_idle_devices(self) -> None:
-        found = without_idle_devices(self._problem, self._incumbent)
+        found = without_idle_devices(self._problem, self._best)
         if found is not self._best:
             self._best = found
             self._offer(found.assignment, found.order)  # in ticks, too

@@ -31,10 +31,8 @@ class WindowSearch:
     begins with the smallest again, for which the solver takes twice the time; its windows begin elsewhere.
     """
 
-    def __init__(
-        self, problem: PlacementProblem, num_workers: int = 1, clock: Callable[[], float] = lambda: 0.0
-    ) -> None:
-        self._problem, self._num_workers, self._clock = problem, num_workers, clock
+    def __init__(self, problem: PlacementProblem, clock: Callable[[], float] = lambda: 0.0) -> None:
+        self._problem, self._clock = problem, clock
         most = max(_WINDOW_OPERATORS, _MAX_WINDOW_CHANNELS // problem.num_devices**2)
         self._max_size = min(problem.num_operators, most)
         self._size, self._round = min(_WINDOW_OPERATORS, self._max_size), 0
@@ -45,7 +43,7 @@ class WindowSearch:
     def step(self, known: Schedule, seconds: float) -> Schedule | None:
         """Solve the next window of a schedule within `seconds`. None if it finds nothing better."""
         inside = known.operator_order[self._position : self._position + self._size]
-        limits = SolverLimits(seconds, _WINDOW_SECONDS * 2**self._round, self._num_workers, clock=self._clock)
+        limits = SolverLimits(seconds, _WINDOW_SECONDS * 2**self._round, clock=self._clock)
         if len(inside) == self._problem.num_operators:
             result = solve_placement_model(self._problem, limits, round(known.makespan), hint=known)
             self.bound, found = max(self.bound, result.bound), result.schedule
@@ -145,10 +143,9 @@ def _make_window(problem: PlacementProblem, known: Schedule, inside: Sequence[in
         else:
             for target in (t for t in flow.targets if t not in inside_set):
                 there = known.assignment[target]
+                tail = tails[local[flow.source]]
                 for k in ranks:
-                    transfer = flow.seconds[k][there] + problem.latency[k][there] if k != there else 0.0
-                    tail = tails[local[flow.source]]
-                    tail[k] = max(tail[k], transfer + remaining[target])
+                    tail[k] = max(tail[k], flow.seconds[k][there] + problem.latency[k][there] + remaining[target])
         if targets:
             flows.append(Flow(local[flow.source], targets, tuple(map(tuple, times))))
             flow_numbers.append(number)
