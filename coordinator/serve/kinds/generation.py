@@ -279,7 +279,7 @@ class GenerationRunner:
         try:
             yield watch
         finally:
-            watch.end()
+            watch.prefilled()
 
 
 @dataclass(eq=False)
@@ -324,15 +324,13 @@ class _StreamWatch:
                     raise StepFailed(device=device, reason=f"no token for {self._patience_seconds:.0f} s")
                 await asyncio.wait({event}, timeout=max(min(deadline, silent_at) - self._clock(), 0.001))
             self._activity.newest_token_at = self._clock()
-            self._prefilled()
+            self.prefilled()
             return event.result()
         finally:
             await cancel_all([event])
 
-    def end(self) -> None:
-        self._prefilled()
-
-    def _prefilled(self) -> None:
+    def prefilled(self) -> None:
+        """Its tokens are prefilled, or need not be any more."""
         self._activity.num_prefill_tokens -= self._num_prefill_tokens
         self._num_prefill_tokens = 0
 

@@ -95,8 +95,6 @@ class _Annealing:
 
     def _try(self, move: Move, limit: float) -> None:
         """Accept the move if it fits the memory and costs at most `limit`."""
-        if not self._fits(move):
-            return
         solution = self._moves
         assignment = solution.assignment
         if move.devices:
@@ -104,7 +102,9 @@ class _Annealing:
             for operator, device in move.devices.items():
                 assignment[operator] = device
         order = solution.order if move.order is None else move.order
-        if self._evaluator.trial(assignment, order, move.first, limit) > limit:
+        self._move_memory(move)
+        fits = self._memory.fits or not self._memory.is_binding
+        if not fits or self._evaluator.trial(assignment, order, move.first, limit) > limit:
             self._move_memory(move, back=True)
             return
         self._evaluator.commit()
@@ -112,16 +112,6 @@ class _Annealing:
         if self._evaluator.makespan < self._best_makespan:
             self._best_makespan = self._evaluator.makespan
             self.best = (assignment, order)
-
-    def _fits(self, move: Move) -> bool:
-        """Whether the move fits the memory. If it does, the ledger is as after the move."""
-        if not self._memory.is_binding:
-            return True
-        self._move_memory(move)
-        if self._memory.fits:
-            return True
-        self._move_memory(move, back=True)
-        return False
 
     def _move_memory(self, move: Move, back: bool = False) -> None:
         if self._memory.is_binding:
