@@ -1,4 +1,4 @@
-"""Times and errors of the products of a small model's layers."""
+"""Times of the products of a small model's layers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,5 @@ def test_each_kernel_is_compared_with_the_default_and_the_fastest(monkeypatch: p
     )
     for row in rows:
         assert len(row.seconds) == 2
-        assert 0 < row.error < 0.03  # int8 activations cause 0.01
-    assert {row.bytes_per_weight for row in rows if row.variant == "bfloat16"} == {2.0}
     (table,) = experiment.summary(rows).tables
     assert [line[2] for line in table.rows] == [row.variant for row in rows]

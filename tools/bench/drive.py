@@ -145,11 +145,6 @@ class EngineRunners(ProcessGroup):
         )
         return max(float(answer["seconds"]) for answer in answers.values())
 
-    def exchange_seconds(self, plan_id: str, count: int) -> float:
-        """Seconds of one exchange of partial sums in decoding, on the slowest device."""
-        answers = self.call_all(self._names(plan_id), "exchange", plan_id=plan_id, count=count)
-        return max(float(answer["seconds"]) for answer in answers.values())
-
     def unload(self, plan_id: str) -> None:
         self.call_all(self._names(plan_id), "unload", plan_id=plan_id)
         del self._plans[plan_id]
@@ -182,12 +177,6 @@ class EngineRunners(ProcessGroup):
         with self._link(source, target):
             echoed = self.call_each({target: {"do": "answer_link", "echo": True}, source: ping})
         return float(echoed[source]["seconds"])
-
-    def swap_seconds(self, source: str, target: str, num_bytes: int, count: int) -> float:
-        """Seconds to swap a message in both directions at once, on the slower end: a lower bound of an exchange."""
-        with self._link(source, target):
-            swapped = self.call_all((source, target), "swap_link", num_bytes=num_bytes, count=count)
-        return max(float(answer["seconds"]) for answer in swapped.values())
 
     @contextmanager
     def _link(self, *ends: str) -> Iterator[None]:

@@ -39,7 +39,7 @@ from tools.testbed.cluster import check_possible
 Variant = Literal["local", "hmp", "hmp, 2 micro-batches", "auto"]
 VARIANTS: tuple[Variant, ...] = ("local", "hmp", "hmp, 2 micro-batches", "auto")
 REFERENCE = "transformers"
-_EXCHANGES = 200  # timed exchanges of partial sums, pings and swaps
+_PINGS = 200  # of which the median counts
 # A Llama of 330 million weights.
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32,
@@ -156,9 +156,7 @@ class GenerationRow(Record):
     wire: ValueFormatName = "exact"
     predicted_token_seconds: float | None = None
     predicted_prompt_seconds: float | None = None
-    exchange_seconds: float | None = None  # of partial sums of one row, between two devices
-    ping_seconds: float | None = None  # one way, a raw message of the same size over the same kind of socket
-    swap_seconds: float | None = None  # one such message in each direction at once
+    ping_seconds: float | None = None  # one way, a raw message of the size of partial sums of one row
     # Of a token, by the profile: the matrix products on one device, those on the slowest of all, and exchanges between them.
     alone_kernel_seconds: float | None = None
     kernel_seconds: float | None = None
@@ -220,13 +218,14 @@ class Generation(Decoding):
                 plans = {variant: home.load(variant, cluster, mbit) for variant in VARIANTS}
                 runs = {name: partial(self._generate, home, reference, name) for name in (REFERENCE, *VARIANTS)}
                 found, _ = interleaved(runs, self.rounds, context.report)
-                links = _link_seconds(home, VALUE_FORMATS[self.wire].num_bytes(home.model.spec.hidden_size, 1))
+                num_bytes = VALUE_FORMATS[self.wire].num_bytes(home.model.spec.hidden_size, 1)
+                ping_seconds = home.engine.ping_seconds(home.names[0], home.names[1], num_bytes, _PINGS)
                 for variant in VARIANTS:
                     home.engine.unload(variant)
                 setting = {"scenario": home.scenario.name, "mbit": mbit, "wire": self.wire}
                 yield self._row(REFERENCE, found, **setting, weights=self.reference, devices=home.names[0])
                 for variant, plan in plans.items():
-                    shared = {**links, **self._kernels(plan, cluster)} if variant == "hmp" else {}
+                    shared = {"ping_seconds": ping_seconds, **self._kernels(plan, cluster)} if variant == "hmp" else {}
                     yield self._row(
                         variant, found, **setting, **shared, weights=self.weights, devices=describe(plan),
                         predicted_token_seconds=plan.predicted.decode_seconds or None,
@@ -290,13 +289,6 @@ def _conclusions(group: Sequence[GenerationRow]) -> Iterator[str]:
             yield _bound(alone, row)
         if alone is not None and row.computing and row.ping_seconds:
             yield _bound_by_rounds(alone, row)
-        if row.exchange_seconds and row.ping_seconds and row.swap_seconds:
-            exchange, ping, swap = (1e3 * each for each in (row.exchange_seconds, row.ping_seconds, row.swap_seconds))
-            yield (
-                f"{row.mbit:.0f} Mbit/s: one exchange of partial sums takes {exchange:.2f} ms. A raw ping of that "
-                f"size takes {2 * ping:.2f} ms there and back ({exchange / ping / 2:.2f} x), {ping:.2f} ms one way "
-                f"({exchange / ping:.2f} x); a raw message each way at once {swap:.2f} ms ({exchange / swap:.2f} x)"
-            )
 
 
 def _bound(alone: GenerationRow, row: GenerationRow) -> str:
@@ -342,13 +334,3 @@ _COLUMNS: Mapping[str, Callable[[GenerationRow], object]] = {
     "predicted": lambda row: f"{1 / row.predicted_token_seconds:.1f}" if row.predicted_token_seconds else "-",
     "over transformers": lambda row: row.decode_ratio,
 }
-
-
-def _link_seconds(home: Decoder, num_bytes: int) -> dict[str, float]:
-    """Seconds of one exchange of partial sums, and of raw messages of that size."""
-    message = (home.names[0], home.names[1], num_bytes, _EXCHANGES)
-    return {
-        "exchange_seconds": home.engine.exchange_seconds("hmp", _EXCHANGES),
-        "ping_seconds": home.engine.ping_seconds(*message),
-        "swap_seconds": home.engine.swap_seconds(*message),
-    }

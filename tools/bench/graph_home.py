@@ -15,10 +15,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from coordinator.devices.profile_file import read_graph_profile
-from coordinator.models.graph_file import GraphFile
-from coordinator.plan.graph.cluster import GraphCluster
-from coordinator.plan.methods import LOCAL
 from hearth.plan.graph import Objective
 from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.wire.messages import WireStats
@@ -122,13 +118,6 @@ class GraphHome(ClientProcess):
         predicted, throughput = plan.predicted, self._objective == "throughput"
         seconds = predicted.bottleneck_seconds if throughput else predicted.latency_seconds
         return self.candidate(label, strategy, plan, seconds)
-
-    def cluster(self, graph: GraphFile) -> GraphCluster:
-        """The devices and links as the coordinator has measured them."""
-        path = self._testbed.folder / "profile.json"
-        addresses = ",".join(map(self._testbed.address, self._devices))
-        self._testbed.plan(*self._options, "--strategy", LOCAL, "--devices", addresses, "--save-profile", str(path))
-        return read_graph_profile(path, graph)
 
     def candidate(self, label: str, strategy: str, plan: GraphPlan, predicted_seconds: float) -> Candidate:
         served = Served(

@@ -18,11 +18,9 @@ import torch
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from agent.worker.transformer.kernel_times import layer_shapes, measure_kernels
-from agent.worker.transformer.kernels.base import Partition, multiplies_bfloat16
-from agent.worker.transformer.kernels.int4 import dequantise_int4, quantise_int4
-from agent.worker.transformer.kernels.int8 import quantise_int8
-from agent.worker.transformer.matrices import Matrix, empty_matrix
+from agent.worker.transformer.kernel_times import measure_kernels
+from agent.worker.transformer.kernels.base import multiplies_bfloat16
+from agent.worker.transformer.matrices import Matrix
 from agent.worker.transformer.shard import filled_layer
 from hearth.plan.kernels import KERNEL_ROWS, KernelChoice, KernelTime, choose_kernels
 from hearth.plan.model_spec import ModelSpec, WeightFormat
@@ -34,17 +32,11 @@ from tools.bench.stats import Ratio, paired_ratio
 DEFAULT, CHOSEN = "default", "chosen"  # kernels; the others are named by their layout and kernel
 _CPU = torch.device("cpu")
 _SAMPLE_SECONDS = 0.05  # of one round of a variant, at least
-# Rows of activations with which errors are measured, at most: a row's error does not depend on their number.
-_ERROR_ROWS = 64
-_WEIGHT_SCALE = 0.02  # standard deviation of the weights
 _HOPELESS = 2.0  # times the fastest kernel's time in the table: such a kernel is not measured again
 
 
 class KernelRow(Record):
-    """Products of `rows` rows with one layer's matrices. `seconds`: of all of them, by round.
-
-    `error`: relative, of the worst matrix, against the product in float64 with the weights as they are stored.
-    """
+    """Products of `rows` rows with one layer's matrices. `seconds`: of all of them, by round."""
 
     weights: str
     rows: int
@@ -52,12 +44,10 @@ class KernelRow(Record):
     layout: str
     kernels: tuple[str, ...]
     processor: str  # the instructions that torch uses
-    bytes_per_weight: float
     seconds: tuple[float, ...]
     over_default: Ratio  # speed, in the same rounds
     over_fastest: Ratio  # over the fastest kernel of this weight format
     over_bfloat16: Ratio | None  # None: the processor has no bfloat16 products, and would take a minute
-    error: float
 
 
 class _Variant(NamedTuple):
@@ -65,12 +55,11 @@ class _Variant(NamedTuple):
 
     weights: WeightFormat
     layers: Sequence[Sequence[Matrix]]
-    choices: Sequence[KernelChoice]  # of the layout, and by which `kernel` chooses
     kernel: Callable[[Matrix, int], str]  # for a matrix and a number of rows
 
 
 class KernelSpeed(Experiment):
-    """Seconds of a layer's products, and their errors."""
+    """Seconds of a layer's products."""
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(KernelRow)
     PAGE = "kernels"
@@ -107,7 +96,6 @@ class KernelSpeed(Experiment):
                 hopeless.add("bfloat16")
             present = {name: variant for name, variant in variants.items() if name not in hopeless}
             seconds = self._rounds(present, rows, context)
-            context.report(f"{spec.weights}: errors with {rows} rows")
             quantised = [name for name in present if present[name].weights == spec.weights]
             fastest = min(quantised, key=lambda name: median(seconds[name]))
             for name, variant in present.items():
@@ -119,12 +107,10 @@ class KernelSpeed(Experiment):
                     layout=", ".join(dict.fromkeys(matrix.layout for matrix in layer)),
                     kernels=tuple(dict.fromkeys(variant.kernel(matrix, rows) for matrix in layer)),
                     processor=_processor(),
-                    bytes_per_weight=_bytes_per_weight(layer),
                     seconds=tuple(seconds[name]),
                     over_default=paired_ratio(seconds[DEFAULT], seconds[name]),
                     over_fastest=paired_ratio(seconds[fastest], seconds[name]),
                     over_bfloat16=paired_ratio(seconds["bfloat16"], seconds[name]) if "bfloat16" in present else None,
-                    error=max(_error(shape, variant, rows) for shape in layer_shapes(spec)),
                 )
 
     def _rounds(self, variants: Mapping[str, _Variant], rows: int, context: Context) -> dict[str, list[float]]:
@@ -143,12 +129,10 @@ class KernelSpeed(Experiment):
             "kernels": lambda row: row.variant,
             "which": lambda row: ", ".join(row.kernels),
             "layout": lambda row: row.layout,
-            "bytes per weight": lambda row: f"{row.bytes_per_weight:.2f}",
             "ms a layer": lambda row: f"{median(row.seconds) * 1e3:.3g}",
             "speed over default": lambda row: row.over_default,
             "over the fastest": lambda row: row.over_fastest,
             "over bfloat16": lambda row: row.over_bfloat16 or "-",
-            "error": lambda row: f"{row.error:.1e}",
         }
         processors = " and ".join(dict.fromkeys(row.processor for row in rows))
         title = f"Products with a layer's matrices of {self.model.name}, one core, {processors}"
@@ -164,7 +148,7 @@ def _variants(spec: ModelSpec, times: Sequence[KernelTime]) -> dict[str, _Varian
     def of(weights: WeightFormat, choices: Sequence[KernelChoice]) -> _Variant:
         copy = spec.model_copy(update={"weights": weights})
         layers = [list(filled_layer(copy, _CPU, choices).matrices.values()) for _ in range(spec.num_layers)]
-        return _Variant(weights, layers, choices, lambda matrix, rows: matrix.kernel(rows))
+        return _Variant(weights, layers, lambda matrix, rows: matrix.kernel(rows))
 
     def single(layout: str, kernel: str) -> list[KernelChoice]:
         return [
@@ -174,10 +158,9 @@ def _variants(spec: ModelSpec, times: Sequence[KernelTime]) -> dict[str, _Varian
     variants = {DEFAULT: of(spec.weights, ()), CHOSEN: of(spec.weights, chosen)}
     known = {variant.layers[0][0].layout: variant.layers for variant in variants.values()}
     for layout, kernel in kernels:
-        choices = single(layout, kernel)
         if layout not in known:
-            known[layout] = of(spec.weights, choices).layers
-        variants[f"{layout} {kernel}"] = _Variant(spec.weights, known[layout], choices, partial(_always, kernel))
+            known[layout] = of(spec.weights, single(layout, kernel)).layers
+        variants[f"{layout} {kernel}"] = _Variant(spec.weights, known[layout], partial(_always, kernel))
     return variants | {"bfloat16": of("bfloat16", ()), "float32": of("float32", ())}
 
 
@@ -202,11 +185,6 @@ def _processor() -> str:
     return f"{capability} {'with' if multiplies_bfloat16() else 'without'} bfloat16 instructions"
 
 
-def _bytes_per_weight(layer: Sequence[Matrix]) -> float:
-    num_bytes = sum(size for matrix in layer for _, size in matrix.memory)
-    return num_bytes / sum(matrix.shape[0] * matrix.shape[1] for matrix in layer)
-
-
 def _seconds(
     layers: Iterator[Sequence[Matrix]], inputs: Mapping[int, Tensor], kernel: Callable[[Matrix, int], str]
 ) -> float:
@@ -218,24 +196,3 @@ def _seconds(
             matrix.product(kernel(matrix, x_sk.shape[0]), x_sk)
         count += 1
     return (time.thread_time() - began) / count
-
-
-def _error(shape: tuple[int, int], variant: _Variant, rows: int) -> float:
-    """Relative error of a product with a random matrix, by the kernel for this number of rows."""
-    matrix = empty_matrix(*shape, variant.weights, _CPU, Partition(0, (0, shape[0])), variant.choices)
-    generator = torch.Generator().manual_seed(0)
-    weight_nk = torch.randn(shape, generator=generator) * _WEIGHT_SCALE
-    x_sk = torch.randn(min(rows, _ERROR_ROWS), shape[1], generator=generator)
-    matrix.load(slice(None), slice(None), weight_nk)
-    exact = x_sk.double() @ _stored(weight_nk, variant.weights).double().t()
-    return float((matrix.product(variant.kernel(matrix, rows), x_sk) - exact).norm() / exact.norm())
-
-
-def _stored(weight_nk: Tensor, weights: WeightFormat) -> Tensor:
-    """The weights in float32 that a format stores."""
-    if weights == "int4":
-        return dequantise_int4(*quantise_int4(weight_nk))
-    if weights == "int8":
-        values, scales = quantise_int8(weight_nk)
-        return values * scales.float()[:, None]
-    return weight_nk.to(getattr(torch, weights)).float()

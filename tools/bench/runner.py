@@ -22,8 +22,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from agent.worker.tracing import Recorder
-from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import CpuStaging
 from agent.worker.transformer.engine import EncoderEngine
@@ -38,10 +36,8 @@ from agent.worker.transformer.profiler import profile_blocks
 from agent.worker.transformer.shard import Shard
 from coordinator.serve.state import DEFAULT_MAX_DRAFTED
 from hearth.errors import StepFailed
-from hearth.plan.geometry import spans
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.model_spec import ModelSpec
-from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan, draft_plan, plan_from_json
 from hearth.platform.curve import new_keypair
 from hearth.platform.machine import keep_freed_buffers
@@ -335,23 +331,6 @@ class Runner:
             executor.finish()
         return {"seconds": time.monotonic() - began}
 
-    def exchange(self, plan_id: str, count: int) -> dict[str, Any]:
-        """Seconds of one exchange of partial sums of one row, as in decoding, with nothing computed in between."""
-        loaded = self._loaded[plan_id]
-        like_1H = torch.ones(1, loaded.plan.model.hidden_size)
-        ranks = range(loaded.plan.num_ranks)
-        # The next step, on both ranks: one may receive tiles of the other before it begins.
-        loaded.communicator.begin_step(loaded.communicator.step + 1, _STEP_SECONDS, Recorder(False))
-        loaded.communicator.set_inline_receiving(True)
-        tiles = spans([1] + [0] * (loaded.plan.num_ranks - 1))
-        collectives = Collectives(loaded.communicator, CpuStaging(), tiles, overlap=True)
-        seconds = []
-        for layer in range(count):
-            began = time.perf_counter()
-            collectives.one_shot_all_reduce(layer, Phase.SUM_MLP, like_1H, ranks, like_1H)
-            seconds.append(time.perf_counter() - began)
-        return {"seconds": statistics.median(seconds)}
-
     def unload(self, plan_id: str) -> None:
         loaded = self._loaded.pop(plan_id)
         loaded.communicator.close()
@@ -403,10 +382,6 @@ class Runner:
         seconds = [self._exchanged(bytes(num_bytes)) / 2 for _ in range(count)]
         self._link.send(1, [_END])
         return {"seconds": statistics.median(seconds)}
-
-    def swap_link(self, num_bytes: int, count: int) -> dict[str, Any]:
-        """Run on both ends: median seconds to send a message of this size and receive the other end's."""
-        return {"seconds": statistics.median(self._exchanged(bytes(num_bytes)) for _ in range(count))}
 
     def answer_link(self, echo: bool = False) -> None:
         """The other end of `measure_link` and, with `echo`, of `ping_link`: answer every message until the last."""
