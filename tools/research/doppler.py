@@ -22,13 +22,12 @@ from coordinator.serve.planners.policies import usable_policy
 from hearth.errors import ModelDoesNotFit, NoPlacement
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.results import Record, Summary, Table
-from tools.research.graphs import GRAPHS, HOMES, GraphName, tensor_graph
+from tools.research.graphs import GRAPHS, HOMES, GraphName, HomeName, tensor_graph
 
 # `doppler`, with a policy that learns at home (`policy`), and `moirai` are planners of Hearth, the others the paper's.
 Search = Literal["doppler", "policy", "moirai"]
 Trained = Literal["doppler-sim", "sel-only", "plc-only"]
 Method = Literal["local", "critical-path", "best-list", "enumerative", "placeto", Trained, Search]
-HomeName = Literal["gigabit", "wifi", "unequal", "unequal-wifi"]
 _STAGE_III = "doppler-sys"  # Doppler with stage III, of the paper only
 HEADINGS = {
     "local": "1 device", "critical-path": "Critical Path", "placeto": "Placeto", "enumerative": "EnumOpt",
@@ -42,7 +41,7 @@ _ROUNDING = 1e-9  # relative: sums of floats in another order
 class Setting(NamedTuple):
     """What the problems of a table share."""
 
-    home: str
+    home: HomeName
     devices: int
     memory: float
 

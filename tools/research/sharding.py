@@ -10,226 +10,160 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 
-# Bytes of a result's element. A complex number counts as one element, as in the authors' files, though it has 8 bytes.
-_RESULT_BYTES = 4
-_BYTES = {"float32": 4, "complex64": 8, "int64": 8}  # of an input's element
+# Bytes of an element. A complex number of a result counts as one element, as in the authors' files, though it has 8 bytes.
+_ELEMENT_BYTES = 4
 # Floating point operations per element of an operator's index space: of products, and of a mask; 1 for all other kinds.
 _FLOPS = {"MatMul": 2.0, "JoinHeads": 2.0, "Scores": 2.0, "Attend": 2.0, "CausalMask": 0.0}
 
 Block = tuple[int, ...]  # for each index or axis, the number of the piece
-Span = tuple[int, int]  # elements [first, end) of an axis
-# How an operator reads an axis of a tensor: cut as one of its indices, whole (None), or always the same span. An index may
-# have another extent than the axis: index H (heads) cuts the axis of H * d columns into equal parts.
-Access = str | Span | None
-
-
-class Read(NamedTuple):
-    """A region of a tensor: for each axis a span."""
-
-    tensor: str
-    spans: tuple[Span, ...]
+Pieces = Mapping[str, int]  # of each index that is cut; others are whole
+# How an operator reads an axis of a tensor: cut as one of its indices, whole (None), or always the same span, elements
+# [first, end). An index may have another extent than the axis: index H (heads) cuts the axis of H * d columns.
+Access = str | tuple[int, int] | None
 
 
 class Vertex(NamedTuple):
-    """One task: a join, or a formation if `joins` is not empty. It produces one block."""
+    """One task: a join, or a formation. It produces one block."""
 
-    operator: str
+    name: str  # unique in the graph: the group and the block
     kind: str  # of a join the operator's kind, of a formation Sum, Max or Mean
-    block: Block  # pieces of the operator's indices, of a formation those of the output only
-    shape: tuple[int, ...]  # of the block that it produces
-    reads: tuple[Read, ...]  # of a join
-    joins: tuple[int, ...]  # vertices that a formation combines
+    group: str  # the operator, or its formations: what EnumerativeOptimizer places together
+    num_bytes: int  # of the block that it produces
+    reads: tuple[int, ...]  # vertices, and ~i for block i of the inputs; in increasing order
     flops: float
     published_cost: int  # of the authors' files: elements of the index space of the whole, uncut operator
 
-    @property
-    def name(self) -> str:
-        """Unique in the graph: the group and the block."""
-        return f"{self.group}[{','.join(map(str, self.block))}]"
 
-    @property
-    def group(self) -> str:
-        """The operator, or its formations: what EnumerativeOptimizer places together."""
-        return f"{self.operator}.{self.kind}" if self.joins else self.operator
-
-
-@dataclass(frozen=True)
-class CutTensor:
-    """A tensor of equal blocks, each produced by a vertex; `vertices` of an input is empty."""
+class InputBlock(NamedTuple):
+    """A block of a weight, or of a tensor of the request."""
 
     name: str
+    num_bytes: int
+    is_weight: bool
+
+
+class _CutTensor(NamedTuple):
     extents: tuple[int, ...]
-    pieces: tuple[int, ...]
-    vertices: Mapping[Block, int] = field(default_factory=dict)
-    is_weight: bool = False
-    dtype: str = "float32"  # complex64: its arrays have another axis of two numbers
+    blocks: NDArray[np.int64]  # by piece of each axis: the vertex that produces it, or ~i for block i of the inputs
 
-    @property
-    def num_block_bytes(self) -> int:
-        """Bytes of a block in memory."""
-        return math.prod(self.block_shape) * _BYTES[self.dtype]
-
-    @property
-    def blocks(self) -> Iterator[Block]:
-        return itertools.product(*map(range, self.pieces))
-
-    @property
-    def block_shape(self) -> tuple[int, ...]:
-        return tuple(extent // pieces for extent, pieces in zip(self.extents, self.pieces, strict=True))
-
-    def block_name(self, block: Block) -> str:
-        """Name of a block of an input."""
-        return f"{self.name}[{','.join(map(str, block))}]"
-
-    def overlapping(self, spans: Sequence[Span]) -> list[Block]:
-        """Blocks that a region overlaps, in row-major order."""
-        sizes = zip(spans, self.block_shape, strict=True)
-        return list(itertools.product(*(range(first // size, -(-end // size)) for (first, end), size in sizes)))
+    def overlapping(self, access: Sequence[Access], pieces: Mapping[str, tuple[int, int]]) -> list[int]:
+        """Blocks of the region that a shard reads. `pieces`: of the shard, by index: its number, of how many."""
+        region = []
+        for axis, extent, cut in zip(access, self.extents, self.blocks.shape, strict=True):
+            first, end = axis if isinstance(axis, tuple) else (0, extent)
+            if isinstance(axis, str):
+                piece, count = pieces[axis]
+                first, end = piece * extent // count, (piece + 1) * extent // count
+            size = extent // cut
+            region.append(slice(first // size, -(-end // size)))
+        found: list[int] = self.blocks[tuple(region)].ravel().tolist()
+        return found
 
 
 class ShardedGraph:
-    """A task graph under construction; vertices are in topological order."""
+    """A task graph under construction, with the extent of each index; vertices are in topological order."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, extents: Mapping[str, int]) -> None:
         self.name = name
         self.vertices: list[Vertex] = []
-        self.tensors: dict[str, CutTensor] = {}
-
-    @property
-    def inputs(self) -> tuple[CutTensor, ...]:
-        return tuple(tensor for tensor in self.tensors.values() if not tensor.vertices)
-
-    @property
-    def num_inputs(self) -> int:
-        """Number of blocks of inputs."""
-        return sum(math.prod(tensor.pieces) for tensor in self.inputs)
-
-    @property
-    def published_costs(self) -> tuple[int, ...]:
-        """By vertex, the cost in the authors' files; sending its result costs 4 times as much there."""
-        return tuple(vertex.published_cost for vertex in self.vertices)
-
-    @property
-    def groups(self) -> tuple[tuple[int, ...], ...]:
-        """The vertices of each operator, then its formations, in topological order (meta-operators of the paper)."""
-        found: dict[str, list[int]] = {}
-        for index, vertex in enumerate(self.vertices):
-            found.setdefault(vertex.group, []).append(index)
-        return tuple(map(tuple, found.values()))
+        self.inputs: list[InputBlock] = []
+        self._extents = extents
+        self._tensors: dict[str, _CutTensor] = {}
 
     def add_input(
-        self, name: str, extents: Sequence[int], pieces: Sequence[int], is_weight: bool = True, dtype: str = "float32"
+        self, name: str, axes: str, pieces: Pieces, is_weight: bool = True, element_bytes: int = _ELEMENT_BYTES
     ) -> str:
-        """Add an input: a weight, or a tensor of the request. Returns its name. Raises ValueError, as `add`."""
-        _check_divisible(name, extents, pieces)
-        self.tensors[name] = CutTensor(name, tuple(extents), tuple(pieces), is_weight=is_weight, dtype=dtype)
+        """Add an input with these indices as axes. Returns its name. Raises ValueError, as `add`."""
+        extents, cuts = self._cut(name, axes, pieces)
+        count, first = math.prod(cuts), len(self.inputs)
+        num_bytes = math.prod(extents) // count * element_bytes
+        for block in itertools.product(*map(range, cuts)):
+            self.inputs.append(InputBlock(_name(name, block), num_bytes, is_weight))
+        self._tensors[name] = _CutTensor(extents, ~np.arange(first, first + count).reshape(cuts))
         return name
 
     def add(
         self,
         name: str,
         kind: str,
-        space: Mapping[str, int],
-        pieces: Mapping[str, int],
-        reads: Sequence[tuple[str, Sequence[Access]]],
         output: str,
+        pieces: Pieces,
+        *reads: tuple[str, Sequence[Access]],
+        summed: str = "",
         combine: str = "Sum",
-        dtype: str = "float32",
     ) -> str:
         """Add an operator, cut as `pieces` says. Returns its name, which is also that of its result.
 
-        `space`: extent of each index. `pieces`: of the indices that are cut. `reads`: tensors and how each axis is read.
-        `output`: the indices of the result's axes. `combine`: kind of the formations.
+        Its index space has the indices of the result's axes (`output`), those that are `summed` though no tensor is read by
+        them, and those of its `reads`: tensors, and how each axis is read. `combine`: kind of the formations.
         Raises ValueError if pieces do not divide an extent.
         """
-        extents, cuts = tuple(space.values()), tuple(pieces.get(index, 1) for index in space)
-        _check_divisible(name, extents, cuts)
-        axes = [list(space).index(index) for index in output]
-        shape = tuple(extents[axis] // cuts[axis] for axis in axes)
-        shard_flops = _FLOPS.get(kind, 1.0) * math.prod(extents) / math.prod(cuts)
+        read_by = [axis for _, access in reads for axis in access if isinstance(axis, str)]
+        space = "".join(dict.fromkeys([*output, *read_by, *summed]))
+        extents, cuts = self._cut(name, space, pieces)
+        rank, elements = len(output), math.prod(extents)
+        num_bytes = math.prod(extents[:rank]) // math.prod(cuts[:rank]) * _ELEMENT_BYTES
+        flops = _FLOPS.get(kind, 1.0) * elements / math.prod(cuts)
+        made = np.full(cuts[:rank], -1)
         joins: dict[Block, list[int]] = {}  # by output block
         for block in itertools.product(*map(range, cuts)):
-            joins.setdefault(tuple(block[axis] for axis in axes), []).append(len(self.vertices))
-            where = {index: (piece, cut) for index, piece, cut in zip(space, block, cuts, strict=True)}
-            regions = tuple(self._region(tensor, access, where) for tensor, access in reads)
-            self.vertices.append(Vertex(name, kind, block, shape, regions, (), shard_flops, math.prod(extents)))
-        made = {block: indices[0] for block, indices in joins.items()}
-        if len(output) < len(space):
-            whole, part = math.prod(extents[axis] for axis in axes), math.prod(shape)
-            for block, indices in joins.items():
+            of_index = dict(zip(space, zip(block, cuts, strict=True), strict=True))
+            found = {each for tensor, access in reads for each in self._tensors[tensor].overlapping(access, of_index)}
+            made[block[:rank]] = len(self.vertices)
+            joins.setdefault(block[:rank], []).append(len(self.vertices))
+            vertex = Vertex(_name(name, block), kind, name, num_bytes, tuple(sorted(found)), flops, elements)
+            self.vertices.append(vertex)
+        if len(space) > rank:
+            group, elements = f"{name}.{combine}", math.prod(extents[:rank])
+            for block, parts in joins.items():
                 made[block] = len(self.vertices)
-                flops = float(part * (len(indices) - 1))
-                self.vertices.append(Vertex(name, combine, block, shape, (), tuple(indices), flops, whole))
-        result = tuple(extents[axis] for axis in axes), tuple(cuts[axis] for axis in axes)
-        self.tensors[name] = CutTensor(name, *result, made, dtype=dtype)
+                flops = float(num_bytes // _ELEMENT_BYTES * (len(parts) - 1))
+                vertex = Vertex(_name(group, block), combine, group, num_bytes, tuple(parts), flops, elements)
+                self.vertices.append(vertex)
+        self._tensors[name] = _CutTensor(extents[:rank], made)
         return name
-
-    def predecessors(self, vertex: int) -> tuple[int, ...]:
-        """The vertices whose results a vertex reads, in increasing order."""
-        found = set(self.vertices[vertex].joins)
-        for read in self.vertices[vertex].reads:
-            tensor = self.tensors[read.tensor]
-            if tensor.vertices:
-                found.update(tensor.vertices[block] for block in tensor.overlapping(read.spans))
-        return tuple(sorted(found))
 
     def spec(self) -> GraphSpec:
         """The graph for planners. An operator is named after its vertex; blocks of weights are its parameters."""
-        parameters, parameter_of = list[Parameter](), dict[str, int]()
-        users: dict[str, list[int]] = {}  # by block of an input
+        users: dict[int, list[int]] = {}  # by vertex, and ~block of an input
         for index, vertex in enumerate(self.vertices):
             for read in vertex.reads:
-                tensor = self.tensors[read.tensor]
-                for block in [] if tensor.vertices else tensor.overlapping(read.spans):
-                    users.setdefault(tensor.block_name(block), []).append(index)
-        tensors = []
-        for cut in self.inputs:
-            for name in map(cut.block_name, cut.blocks):
-                if cut.is_weight:
-                    parameter_of[name] = len(parameters)
-                    parameters.append(Parameter(name, cut.num_block_bytes))
-                else:
-                    tensors.append(
-                        Tensor(name, cut.num_block_bytes, None, tuple(users[name]), cut.dtype, cut.block_shape)
-                    )
-        used = [list[int]() for _ in self.vertices]
-        for name, index in parameter_of.items():
-            for vertex_index in users[name]:
-                used[vertex_index].append(index)
-        consumers = [list[int]() for _ in self.vertices]
-        for index in range(len(self.vertices)):
-            for source in self.predecessors(index):
-                consumers[source].append(index)
-        for index, vertex in enumerate(self.vertices):
-            num_bytes = math.prod(vertex.shape) * _RESULT_BYTES
-            reached = tuple(consumers[index])
-            tensors.append(
-                Tensor(vertex.name, num_bytes, index, reached, shape=vertex.shape, is_output=not consumers[index])
-            )
-        operators = (
-            Operator(vertex.name, vertex.kind, vertex.flops, tuple(sorted(parameters_of)), vertex.group)
-            for vertex, parameters_of in zip(self.vertices, used, strict=True)
-        )
-        return GraphSpec(self.name, tuple(operators), tuple(tensors), tuple(parameters))
+                users.setdefault(read, []).append(index)
+        weights = [~index for index, block in enumerate(self.inputs) if block.is_weight]
+        parameter_of = {read: index for index, read in enumerate(weights)}
+        requested = [
+            Tensor(block.name, block.num_bytes, None, tuple(users[~index]))
+            for index, block in enumerate(self.inputs)
+            if not block.is_weight
+        ]
+        results = [
+            Tensor(vertex.name, vertex.num_bytes, index, tuple(users.get(index, ())), is_output=index not in users)
+            for index, vertex in enumerate(self.vertices)
+        ]
+        operators = []
+        for vertex in self.vertices:
+            parameters = sorted(parameter_of[read] for read in vertex.reads if read in parameter_of)
+            operators.append(Operator(vertex.name, vertex.kind, vertex.flops, tuple(parameters), vertex.group))
+        blocks = [self.inputs[~read] for read in weights]
+        parameters_of_graph = tuple(Parameter(block.name, block.num_bytes) for block in blocks)
+        return GraphSpec(self.name, tuple(operators), (*requested, *results), parameters_of_graph)
 
-    def _region(self, tensor: str, access: Sequence[Access], where: Mapping[str, tuple[int, int]]) -> Read:
-        spans = []
-        for axis, extent in zip(access, self.tensors[tensor].extents, strict=True):
-            if isinstance(axis, str):
-                piece, cut = where[axis]
-                spans.append((piece * extent // cut, (piece + 1) * extent // cut))
-            else:
-                spans.append(axis or (0, extent))
-        return Read(tensor, tuple(spans))
+    def _cut(self, name: str, indices: str, pieces: Pieces) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Extents and numbers of pieces of the indices."""
+        extents, cuts = tuple(self._extents[each] for each in indices), tuple(pieces.get(each, 1) for each in indices)
+        for extent, cut in zip(extents, cuts, strict=True):
+            if extent % cut:
+                raise ValueError(f"{name}: {cut} pieces do not divide {extent} elements")
+        return extents, cuts
 
 
-def _check_divisible(name: str, extents: Sequence[int], pieces: Sequence[int]) -> None:
-    for extent, cut in zip(extents, pieces, strict=True):
-        if extent % cut:
-            raise ValueError(f"{name}: {cut} pieces do not divide {extent} elements")
+def _name(of: str, block: Block) -> str:
+    return f"{of}[{','.join(map(str, block))}]"

@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from coordinator.plan.graph.latency.baselines import local
 from coordinator.plan.graph.latency.list_scheduling import contended_heft, heft
-from tools.research.graphs import GRAPHS, HOME, HOMES, PAPER, GraphName, TensorHome, chain_mm, tensor_graph
+from tools.research.graphs import (
+    GRAPHS,
+    HOME,
+    HOMES,
+    PAPER,
+    GraphName,
+    HomeName,
+    TensorHome,
+    chain_extents,
+    chain_mm,
+    tensor_graph,
+)
 from tools.research.sharding import ShardedGraph
 
 _WL_ROUNDS = 14
@@ -51,42 +62,45 @@ def _digest(text: str) -> str:
 def test_graphs_equal_the_published_files(name: GraphName) -> None:
     graph = tensor_graph(name, PAPER)
     predecessors = graph.spec().predecessors
-    found = (graph.num_inputs, len(graph.vertices), sum(map(len, predecessors)))
-    assert (*found, structure(graph.published_costs, predecessors)) == PUBLISHED[name]
+    found = (len(graph.inputs), len(graph.vertices), sum(map(len, predecessors)))
+    costs = [vertex.published_cost for vertex in graph.vertices]
+    assert (*found, structure(costs, predecessors)) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_home_graphs_have_the_published_structure(name: GraphName) -> None:
-    sizes = {HOME: tensor_graph(name, HOME), PAPER: tensor_graph(name, PAPER)}
-    labels = {size: [vertex.kind for vertex in graph.vertices] for size, graph in sizes.items()}
-    assert len({structure(labels[size], graph.spec().predecessors) for size, graph in sizes.items()}) == 1
+    graphs = [tensor_graph(name, sizes) for sizes in (HOME, PAPER)]
+    at_home, published = (structure([v.kind for v in graph.vertices], graph.spec().predecessors) for graph in graphs)
+    assert at_home == published
 
 
 @pytest.mark.parametrize("name", GRAPHS)
 def test_groups_are_the_shards_of_one_operator_in_topological_order(name: GraphName) -> None:
-    graph = tensor_graph(name)
-    assert sorted(vertex for group in graph.groups for vertex in group) == list(range(len(graph.vertices)))
-    assert all(len({graph.vertices[vertex].operator for vertex in group}) == 1 for group in graph.groups)
-    place = {vertex: number for number, group in enumerate(graph.groups) for vertex in group}
-    assert all(place[p] < place[v] for v in place for p in graph.predecessors(v))
+    spec = tensor_graph(name).spec()
+    groups = [operator.group for operator in spec.operators]
+    assert all(operator.name.startswith(f"{operator.group}[") for operator in spec.operators)
+    place = {group: number for number, group in enumerate(dict.fromkeys(groups))}
+    for group, predecessors in zip(groups, spec.predecessors, strict=True):
+        assert all(place[groups[before]] < place[group] for before in predecessors)
 
 
 @given(st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([12, 24]))
 def test_shard_depends_on_the_blocks_that_hold_elements_it_reads(made: int, read: int, scale: int) -> None:
     """The consumer's index may have fewer elements than the axis (heads of a hidden axis), or read a fixed span."""
-    graph = ShardedGraph("two")
-    graph.add("first", "Exp", {"a": 24, "b": 12}, {"a": made, "b": 3}, [], "ab")
-    graph.add("second", "Exp", {"H": scale}, {"H": read}, [("first", ("H", (5, 9)))], "H")
+    graph = ShardedGraph("two", {"a": 24, "b": 12, "H": scale})
+    graph.add("first", "Exp", "ab", {"a": made, "b": 3})
+    graph.add("second", "Exp", "H", {"H": read}, ("first", ("H", (5, 9))))
     blocks = [(a, b) for a in range(made) for b in range(3)]
+    predecessors = graph.spec().predecessors
     for shard in range(read):
         elements = {(a, b) for a in range(24) if a * read // 24 == shard for b in range(5, 9)}
         expected = {blocks.index((a * made // 24, b * 3 // 12)) for a, b in elements}
-        assert set(graph.predecessors(len(blocks) + shard)) == expected
+        assert set(predecessors[len(blocks) + shard]) == expected
 
 
 def test_pieces_must_divide_the_extents() -> None:
     with pytest.raises(ValueError, match=r"A: 4 pieces do not divide 10 elements"):
-        chain_mm(HOME.chain._replace(rows=10))
+        chain_mm(chain_extents(10))
 
 
 def test_weights_are_parameters_and_the_request_is_an_input() -> None:
@@ -108,7 +122,7 @@ def test_weights_are_parameters_and_the_request_is_an_input() -> None:
         ("unequal", "llama-layer", (1.107, 0.554, 0.520)),
     ],
 )
-def test_home_prices(home: str, name: GraphName, seconds: tuple[float, ...]) -> None:
+def test_home_prices(home: HomeName, name: GraphName, seconds: tuple[float, ...]) -> None:
     problem = HOMES[home].problem(tensor_graph(name))
     found = [local(problem), heft(problem), contended_heft(problem)]
     assert [each.makespan for each in found] == pytest.approx(seconds, rel=1e-3)
