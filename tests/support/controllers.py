@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
-import pytest
 from support.fleets import FakeFleet
 from support.planning import in_process_planning
 from support.waiting import WAIT_LIMIT_SECONDS, until
@@ -115,19 +115,13 @@ class ServedController:
 
 @asynccontextmanager
 async def serving(
-    monkeypatch: pytest.MonkeyPatch,
-    fleet: FakeFleet,
-    folder: Path,
-    goal: Goal,
-    plan: Plan | None = None,
-    **settings: Any,
+    fleet: FakeFleet, folder: Path, goal: Goal, plan: Plan | None = None, **settings: Any
 ) -> AsyncIterator[ServedController]:
     """A served model until the context ends; the controller must not end before.
 
     It plans in this process. Searches stop when proven, however busy the machine: their clock stands still.
     """
-    monkeypatch.setattr(replanning, "_POLL_SECONDS", 0.002)
-    with in_process_planning(lambda: 0.0):
+    with in_process_planning(lambda: 0.0), mock.patch.object(replanning, "_POLL_SECONDS", 0.002):
         served = ServedController(fleet, folder, goal, plan, **settings)
         running = asyncio.create_task(served.controller.run())
         try:

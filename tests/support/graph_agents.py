@@ -19,22 +19,8 @@ from hearth.errors import LeaseLost
 from hearth.plan.plan import GraphPlan
 from hearth.platform.security import agent_access, load_credential
 from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array, unpack_array
-from hearth.wire.messages import (
-    Abort,
-    AcquireLease,
-    ConnectPeers,
-    FindMissing,
-    Load,
-    Message,
-    Peer,
-    PutChunk,
-    ReleaseLease,
-    Run,
-    RunDone,
-    SegmentParts,
-    WorkerBound,
-)
 from hearth.wire.rpc import Reply, RpcClient
 
 HOLDER = "test"
@@ -62,24 +48,24 @@ class Agents:
                 clients.append(RpcClient(context, f"tcp://{LOOPBACK}:{running_home.port(name)}", access, HOLDER))
                 stack.push_async_callback(clients[-1].close)
             agents = cls(clients, deployment)
-            await agents.all(AcquireLease(holder=HOLDER, holder_name=HOLDER, seconds=60.0))
+            await agents.all(wire.AcquireLease(holder=HOLDER, holder_name=HOLDER, seconds=60.0))
             yield agents
             with suppress(LeaseLost):
-                await agents.all(ReleaseLease(holder=HOLDER))
+                await agents.all(wire.ReleaseLease(holder=HOLDER))
 
-    async def ask(self, rank: int, message: Message, payload: Sequence[Any] = (), seconds: float = 60.0) -> Reply:
+    async def ask(self, rank: int, message: wire.Message, payload: Sequence[Any] = (), seconds: float = 60.0) -> Reply:
         return await self._clients[rank].call(message, payload, timeout_seconds=seconds)
 
-    async def begin(self, rank: int, request: Run, payload: Sequence[Any]) -> asyncio.Task[Reply]:
+    async def begin(self, rank: int, request: wire.Run, payload: Sequence[Any]) -> asyncio.Task[Reply]:
         """Send a request, and return once the worker has it: requests on one connection are read in order."""
         asked = asyncio.create_task(self.ask(rank, request, payload))
         await until("the request is sent", lambda: self._clients[rank].pending)
         await self.ask(
-            rank, Abort(**self.command, epoch=request.epoch, step=_NO_STEP, reason="a step that never began")
+            rank, wire.Abort(**self.command, epoch=request.epoch, step=_NO_STEP, reason="a step that never began")
         )
         return asked
 
-    async def all(self, message: Message) -> None:
+    async def all(self, message: wire.Message) -> None:
         await asyncio.gather(*(self.ask(rank, message) for rank in range(len(self._clients))))
 
     async def deploy(self, model: Any, plan: GraphPlan, max_in_flight: int = 16) -> None:
@@ -91,40 +77,40 @@ class Agents:
             return name
 
         loads = [
-            Load(
+            wire.Load(
                 **self.command, plan=plan, rank=rank, plan_token=bytes(range(16)),
-                parts=SegmentParts(files=segment_files(model, plan, rank, put), max_in_flight=max_in_flight),
+                parts=wire.SegmentParts(files=segment_files(model, plan, rank, put), max_in_flight=max_in_flight),
             )
             for rank in range(plan.num_ranks)
         ]  # fmt: skip
         for rank, load in enumerate(loads):
-            missing = (await self.ask(rank, FindMissing(holder=HOLDER, hashes=load.parts.hashes))).message
+            missing = (await self.ask(rank, wire.FindMissing(holder=HOLDER, hashes=load.parts.hashes))).message
             for name in missing.hashes:  # type: ignore[union-attr]
-                await self.ask(rank, PutChunk(holder=HOLDER, hash=name), [chunks[name]])
+                await self.ask(rank, wire.PutChunk(holder=HOLDER, hash=name), [chunks[name]])
         bound = await asyncio.gather(*(self.ask(rank, load) for rank, load in enumerate(loads)))
         peers = []
         for rank, reply in enumerate(bound):
-            assert isinstance(reply.message, WorkerBound)
+            assert isinstance(reply.message, wire.WorkerBound)
             peers.append(
-                Peer(
+                wire.Peer(
                     rank=rank, host=LOOPBACK, port=reply.message.port, public_key=reply.message.public_key,
                     bytes_per_second=1e8,
                 )
             )  # fmt: skip
         for rank in range(plan.num_ranks):
             others = tuple(peer for peer in peers if peer.rank != rank)
-            await self.ask(rank, ConnectPeers(**self.command, epoch=plan.epoch, peers=others))
+            await self.ask(rank, wire.ConnectPeers(**self.command, epoch=plan.epoch, peers=others))
 
     async def run(self, plan: GraphPlan, step: int, feeds: dict[str, Any], timeout: float = 30.0) -> dict[str, Any]:
         found: dict[str, Any] = {}
 
         async def one(rank: int) -> None:
             names = tuple(sorted(routes_for(plan, rank).graph_inputs))
-            request = Run(
+            request = wire.Run(
                 **self.command, epoch=plan.epoch, step=step, timeout_seconds=timeout, names=names
             )  # fmt: skip
             reply = await self.ask(rank, request, [frame for name in names for frame in pack_array(feeds[name])])
-            assert isinstance(reply.message, RunDone)
+            assert isinstance(reply.message, wire.RunDone)
             for index, name in enumerate(reply.message.names):
                 found[name] = np.array(unpack_array(reply.payload[2 * index : 2 * index + 2]))
 

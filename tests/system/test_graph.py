@@ -33,22 +33,8 @@ from agent.worker.graph.schedule import routes_for
 from hearth.client.sync import Home, connect
 from hearth.errors import BadPlan, BadRequest, HearthError, LeaseLost, QueueFull, StepFailed, WorkerDied
 from hearth.plan.plan import GraphPlan, is_graph_plan
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import (
-    Abort,
-    AcquireLease,
-    AgentState,
-    GenerateTokens,
-    GraphProfile,
-    Heartbeat,
-    LeaseGranted,
-    OperatorsOf,
-    Profile,
-    Profiled,
-    ReleaseLease,
-    Run,
-    Unload,
-)
 
 pytestmark = pytest.mark.processes
 
@@ -112,11 +98,11 @@ def test_graph_runs_on_two_devices_and_survives_failures(pair: TestHome) -> None
                 np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-4)
 
         # Invalid requests are rejected and leave no state.
-        step = Run(holder=HOLDER, epoch=1, step=20, timeout_seconds=30.0)
+        step = wire.Run(holder=HOLDER, epoch=1, step=20, timeout_seconds=30.0)
         with pytest.raises(BadRequest, match=r"the input .* is missing"):
             await agents.ask(next(rank for rank in range(2) if routes_for(plan, rank).graph_inputs), step)
         with pytest.raises(BadRequest, match="does not accept GenerateTokens"):
-            await agents.ask(0, GenerateTokens(holder=HOLDER, epoch=1, max_tokens=1))
+            await agents.ask(0, wire.GenerateTokens(holder=HOLDER, epoch=1, max_tokens=1))
 
         # Only rank 1 gets the request: no tensors arrive, and the error names the missing one.
         waiting = next(rank for rank in range(2) if routes_for(plan, rank).sources)
@@ -128,7 +114,7 @@ def test_graph_runs_on_two_devices_and_survives_failures(pair: TestHome) -> None
 
         # An abort from outside takes effect immediately.
         asked = await agents.begin(waiting, late.model_copy(update={"step": 22, "timeout_seconds": 60.0}), payload)
-        await agents.ask(waiting, Abort(holder=HOLDER, epoch=1, step=22, reason="the client has gone"))
+        await agents.ask(waiting, wire.Abort(holder=HOLDER, epoch=1, step=22, reason="the client has gone"))
         with pytest.raises(StepFailed, match="the client has gone"):
             await asyncio.wait_for(asked, 45)
 
@@ -144,7 +130,7 @@ def test_graph_runs_on_two_devices_and_survives_failures(pair: TestHome) -> None
         asked = await agents.begin(waiting, late, payload)
         with pytest.raises(QueueFull):
             await agents.ask(waiting, late.model_copy(update={"step": 3}), payload)
-        await agents.all(Unload(holder=HOLDER, epoch=2))
+        await agents.all(wire.Unload(holder=HOLDER, epoch=2))
         with pytest.raises(WorkerDied, match="stopped"):
             await asyncio.wait_for(asked, 45)
         with pytest.raises(StepFailed, match="not loaded"):
@@ -158,10 +144,10 @@ def test_agent_profiles_a_graph_and_reports_unsupported_ones(pair: TestHome) -> 
 
     async def scenario(agents: Agents) -> None:
         half = len(data) // 2
-        request = Profile(subject=OperatorsOf(), timeout_seconds=60.0)
+        request = wire.Profile(subject=wire.OperatorsOf(), timeout_seconds=60.0)
         profiled = (await agents.ask(0, request, [data[:half], data[half:]])).message
-        assert isinstance(profiled, Profiled)
-        assert isinstance(profiled.result, GraphProfile)
+        assert isinstance(profiled, wire.Profiled)
+        assert isinstance(profiled.result, wire.GraphProfile)
         assert profiled.result.run_seconds > 0
         assert profiled.result.kernels
         for payload, error in (([], BadRequest), ([b"\x07\x07"], BadPlan)):
@@ -187,18 +173,18 @@ def test_agent_has_a_worker_per_deployment_and_one_lease(pair: TestHome) -> None
             for agents, step in ((one, 1), (two, 1), (one, 2)):
                 found = await agents.run(plan, step, feeds)
                 assert all(np.allclose(found[name], expected[name], rtol=1e-4, atol=1e-4) for name in expected)
-            state = (await one.ask(0, Heartbeat(holder=HOLDER))).message
-            assert isinstance(state, AgentState)
+            state = (await one.ask(0, wire.Heartbeat(holder=HOLDER))).message
+            assert isinstance(state, wire.AgentState)
             assert {"one": "ready", "two": "ready"}.items() <= {w.deployment: w.state for w in state.workers}.items()
-            await one.all(Unload(**one.command, epoch=plan.epoch))
+            await one.all(wire.Unload(**one.command, epoch=plan.epoch))
             with pytest.raises(StepFailed, match="not loaded"):
                 await one.run(plan, 3, feeds)
             assert (await two.run(plan, 2, feeds)).keys() == expected.keys()
-            renewal = AcquireLease(holder=HOLDER, holder_name=HOLDER, seconds=60.0, adopt={"two": plan.epoch})
+            renewal = wire.AcquireLease(holder=HOLDER, holder_name=HOLDER, seconds=60.0, adopt={"two": plan.epoch})
             granted = (await two.ask(0, renewal)).message
-            assert isinstance(granted, LeaseGranted)
+            assert isinstance(granted, wire.LeaseGranted)
             assert [(each.deployment, each.rank, each.last_step) for each in granted.workers] == [("two", 0, 2)]
-            await two.all(ReleaseLease(holder=HOLDER))
+            await two.all(wire.ReleaseLease(holder=HOLDER))
             with pytest.raises(LeaseLost):
                 await two.run(plan, 3, feeds)
 

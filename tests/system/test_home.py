@@ -27,16 +27,8 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from support.reference import hidden_states
 
+from hearth import errors
 from hearth.client.sync import Home, connect
-from hearth.errors import (
-    AgentBusy,
-    AppRevoked,
-    BadRequest,
-    LeaseLost,
-    NotAuthorised,
-    TextTooLong,
-    WrongKey,
-)
 from hearth.plan.transformer import Pipeline, TensorParallel
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import (
@@ -50,18 +42,7 @@ from hearth.platform.security import (
     new_home_key,
 )
 from hearth.platform.units import parse_bytes
-from hearth.wire.messages import (
-    AcquireLease,
-    BlocksOf,
-    DeviceInfo,
-    GetTelemetry,
-    Heartbeat,
-    Message,
-    Profile,
-    PutChunk,
-    Telemetry,
-    Unload,
-)
+from hearth.wire import messages as wire
 from hearth.wire.rpc import RpcClient
 
 pytestmark = pytest.mark.processes
@@ -160,16 +141,16 @@ def test_hidden_states_equal_transformers_and_repeat(pair: TestHome) -> None:
 
 def test_invalid_requests_get_typed_errors_and_serving_continues(pair: TestHome) -> None:
     with pair.connect() as home:
-        with pytest.raises(TextTooLong) as too_long:
+        with pytest.raises(errors.TextTooLong) as too_long:
             home.hidden_states([1] * 65)
         assert (too_long.value.num_tokens, too_long.value.max_tokens) == (65, 64)
-        with pytest.raises(BadRequest, match="between 0 and 2999"):
+        with pytest.raises(errors.BadRequest, match="between 0 and 2999"):
             home.hidden_states([3000])
-        with pytest.raises(BadRequest):
+        with pytest.raises(errors.BadRequest):
             home.hidden_states([])
-        with pytest.raises(BadRequest, match="texts"):
+        with pytest.raises(errors.BadRequest, match="texts"):
             home.embed([])
-        with pytest.raises(BadRequest, match="tokenizer"):
+        with pytest.raises(errors.BadRequest, match="tokenizer"):
             home.embed(["this model has no tokenizer"])
         assert home.hidden_states(TOKENS).shape == (40, 96)
 
@@ -215,18 +196,18 @@ def test_app_key_allows_inference_only_until_revoked(pair: TestHome) -> None:
     app_key = AppKey(name="lamp", secret=keys.secret, coordinator_public=coordinator_access(credential).server_public)
     with pair.connect() as admin:
         admin.add_app("lamp", keys.public)
-        with pytest.raises(BadRequest, match="already"):
+        with pytest.raises(errors.BadRequest, match="already"):
             admin.add_app("lamp", new_keypair().public)
         with pair.connect(app_key) as app:
             assert app.ready()
             assert app.hidden_states(TOKENS).shape == (40, 96)
             for forbidden in (app.status, app.devices, app.apps, lambda: app.revoke_app("lamp")):
-                with pytest.raises(NotAuthorised):
+                with pytest.raises(errors.NotAuthorised):
                     forbidden()
             admin.revoke_app("lamp")
-            with pytest.raises(AppRevoked):  # on the open connection
+            with pytest.raises(errors.AppRevoked):  # on the open connection
                 app.hidden_states(TOKENS)
-        with pytest.raises(AppRevoked):  # and on a new one
+        with pytest.raises(errors.AppRevoked):  # and on a new one
             connect(key=app_key, interfaces=[LOOPBACK])
 
 
@@ -235,30 +216,34 @@ def test_admin_key_may_read_but_not_command_agents(pair: TestHome) -> None:
     assert isinstance(credential, HomeKey)
     with pair.connect(admin_key(credential)) as home:
         assert home.status().state.startswith("serving")
-    assert isinstance(_ask_agent(pair, admin_key(credential), GetTelemetry()), Telemetry)
+    assert isinstance(_ask_agent(pair, admin_key(credential), wire.GetTelemetry()), wire.Telemetry)
     for command in (
-        AcquireLease(holder="me", holder_name="me", seconds=5.0),
-        Unload(holder="me", epoch=1),
-        PutChunk(holder="me", hash="0" * 64),
-        Profile(subject=BlocksOf(model=BERT_LARGE, seq_len=8), timeout_seconds=5.0),
+        wire.AcquireLease(holder="me", holder_name="me", seconds=5.0),
+        wire.Unload(holder="me", epoch=1),
+        wire.PutChunk(holder="me", hash="0" * 64),
+        wire.Profile(subject=wire.BlocksOf(model=BERT_LARGE, seq_len=8), timeout_seconds=5.0),
     ):
-        with pytest.raises(NotAuthorised):
+        with pytest.raises(errors.NotAuthorised):
             _ask_agent(pair, admin_key(credential), command)
 
 
 def test_coordinator_without_the_lease_is_rejected(pair: TestHome) -> None:
     credential = load_credential(pair.key)
-    with pytest.raises(AgentBusy):
-        _ask_agent(pair, credential, AcquireLease(holder="me", holder_name="me", seconds=5.0))
-    for command in (Unload(holder="me", epoch=1), PutChunk(holder="me", hash="0" * 64), Heartbeat(holder="me")):
-        with pytest.raises(LeaseLost):
+    with pytest.raises(errors.AgentBusy):
+        _ask_agent(pair, credential, wire.AcquireLease(holder="me", holder_name="me", seconds=5.0))
+    for command in (
+        wire.Unload(holder="me", epoch=1),
+        wire.PutChunk(holder="me", hash="0" * 64),
+        wire.Heartbeat(holder="me"),
+    ):
+        with pytest.raises(errors.LeaseLost):
             _ask_agent(pair, credential, command)
 
 
-def _ask_agent(pair: TestHome, credential: Credential, message: Message) -> Message:
+def _ask_agent(pair: TestHome, credential: Credential, message: wire.Message) -> wire.Message:
     """Send one request to the control socket of agent a, with any key."""
 
-    async def ask() -> Message:
+    async def ask() -> wire.Message:
         with zmq_context() as context:
             client = RpcClient(context, f"tcp://{LOOPBACK}:{pair.port('a')}", agent_access(credential), "test")
             try:
@@ -270,10 +255,10 @@ def _ask_agent(pair: TestHome, credential: Credential, message: Message) -> Mess
 
 
 def test_key_of_another_home_is_rejected(pair: TestHome) -> None:
-    with pytest.raises(WrongKey):
+    with pytest.raises(errors.WrongKey):
         connect(f"{LOOPBACK}:{pair.port('coordinator')}", key=new_home_key(), timeout_seconds=30.0)
-    with pytest.raises(WrongKey):
-        _ask_agent(pair, new_home_key(), GetTelemetry())
+    with pytest.raises(errors.WrongKey):
+        _ask_agent(pair, new_home_key(), wire.GetTelemetry())
 
 
 def test_hung_worker_is_replaced_and_no_request_is_lost(pair: TestHome) -> None:
@@ -325,8 +310,8 @@ def test_idle_daemon_uses_little_memory(pair: TestHome) -> None:
 
 
 def test_agent_busy_error_names_the_coordinator() -> None:
-    assert "coordinator" in str(AgentBusy(device="a", holder="other"))
+    assert "coordinator" in str(errors.AgentBusy(device="a", holder="other"))
 
 
-def _has_ready_worker(device: DeviceInfo) -> bool:
+def _has_ready_worker(device: wire.DeviceInfo) -> bool:
     return [worker.state for worker in device.workers] == ["ready"]

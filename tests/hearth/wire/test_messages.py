@@ -20,23 +20,13 @@ from pydantic import BaseModel
 from support.messages import EXAMPLES, as_version_1, named_examples
 
 from hearth import errors
-from hearth.errors import (
-    ERROR_TYPES,
-    BadMessage,
-    DeadlineExceeded,
-    FrameTooLarge,
-    HearthError,
-    ProtocolMismatch,
-    UnknownMessage,
-    error_from_wire,
-)
 from hearth.plan.transformer import SHARDED, LayerMode, TensorParallel
 from hearth.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from hearth.wire import messages as wire
 
 # Written by `python -m golden.record`; a change here changes the protocol version.
 GOLDEN = Path(__file__).parent / "golden_messages.json"
-TYPED = (BadMessage, FrameTooLarge, ProtocolMismatch, UnknownMessage)
+TYPED = (errors.BadMessage, errors.FrameTooLarge, errors.ProtocolMismatch, errors.UnknownMessage)
 
 
 def test_every_message_type_has_an_example() -> None:
@@ -60,7 +50,7 @@ def test_v1_messages_raise_protocol_mismatch() -> None:
         if message.any_version:
             assert getattr(wire.decode(data), "protocol", 1) == 1
         else:
-            with pytest.raises(ProtocolMismatch) as mismatch:
+            with pytest.raises(errors.ProtocolMismatch) as mismatch:
                 wire.decode(data)
             assert (mismatch.value.ours, mismatch.value.theirs) == (PROTOCOL_VERSION, 1)
 
@@ -68,9 +58,9 @@ def test_v1_messages_raise_protocol_mismatch() -> None:
 @pytest.mark.parametrize("version", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, -1, 2**64 - 1, "2", None, []])
 def test_protocol_version_is_checked_before_other_fields(version: object) -> None:
     for fields in ({"t": "done"}, {"t": "sing"}, {"t": "find_missing", "hashes": 3}):
-        with pytest.raises((ProtocolMismatch, BadMessage)) as error:
+        with pytest.raises((errors.ProtocolMismatch, errors.BadMessage)) as error:
             wire.decode(msgpack.packb({**fields, "v": version}))
-        assert isinstance(error.value, ProtocolMismatch) == isinstance(version, int)
+        assert isinstance(error.value, errors.ProtocolMismatch) == isinstance(version, int)
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
@@ -125,15 +115,15 @@ def test_arbitrary_field_values_raise_only_typed_errors(message: wire.Message, d
 
 def test_unknown_fields_are_ignored_and_unknown_tags_named() -> None:
     assert wire.decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "done", "new": 1})) == wire.Done()
-    with pytest.raises(UnknownMessage, match="'sing'"):
+    with pytest.raises(errors.UnknownMessage, match="'sing'"):
         wire.decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "sing"}))
 
 
 def test_oversized_messages_are_rejected_before_decoding() -> None:
-    with pytest.raises(FrameTooLarge):
+    with pytest.raises(errors.FrameTooLarge):
         wire.decode(b"\x00" * (MAX_MESSAGE_BYTES + 1))
     huge = wire.Embed(texts=("v" * 65_536,) * 65)
-    with pytest.raises(FrameTooLarge):
+    with pytest.raises(errors.FrameTooLarge):
         wire.encode(huge)
 
 
@@ -146,7 +136,7 @@ def test_type_is_read_without_the_other_fields(order: tuple[str, ...]) -> None:
 
 
 def test_type_that_a_receiver_does_not_accept_is_unknown_to_it() -> None:
-    with pytest.raises(UnknownMessage, match="'embed'"):
+    with pytest.raises(errors.UnknownMessage, match="'embed'"):
         wire.message_type(wire.encode(wire.Embed(texts=("a",))), {"hello": wire.Hello})
 
 
@@ -159,14 +149,14 @@ def test_second_tag_in_a_message_does_not_change_its_type() -> None:
 def test_parts_of_a_message_have_a_limited_size(bomb: Any) -> None:
     data = msgpack.packb({"v": PROTOCOL_VERSION, "t": "done", "unknown": [bomb]})
     assert wire.decode(data) == wire.Done()
-    with pytest.raises(BadMessage, match="too large a part"):
+    with pytest.raises(errors.BadMessage, match="too large a part"):
         wire.decode(data, wire.Done, wire.CLIENT_SIZES)
 
 
 def test_list_of_wrong_items_is_refused_at_once() -> None:
     data = msgpack.packb({"v": PROTOCOL_VERSION, "t": "text_generated", "token_ids": [None] * 1_000_000, "text": ""})
     began = time.process_time()
-    with pytest.raises(BadMessage):
+    with pytest.raises(errors.BadMessage):
         wire.decode(data)
     assert time.process_time() - began < 1.0  # an error object for each item would take half a minute
 
@@ -213,7 +203,7 @@ def test_false_length_allocates_no_memory() -> None:
     damaged = b"\x81\xa1t\xdb\xff\xff\xff\xff" + b"x" * 10  # declares a string of 4 GiB
     tracemalloc.start()
     try:
-        with pytest.raises(BadMessage):
+        with pytest.raises(errors.BadMessage):
             wire.decode(damaged)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
@@ -221,20 +211,20 @@ def test_false_length_allocates_no_memory() -> None:
 
 
 def test_chunk_name_must_be_a_hash() -> None:
-    with pytest.raises(BadMessage, match="hash"):
+    with pytest.raises(errors.BadMessage, match="hash"):
         wire.decode(msgpack.packb({"v": PROTOCOL_VERSION, "t": "put_chunk", "holder": "c", "hash": "../../etc/passwd"}))
     assert wire.PutChunk(holder="c", hash="0" * 64).hash == "0" * 64
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan, 2**70, "\udc80", "x" * 10_000_000, Path("/x"), None])
 def test_every_error_can_be_sent_whatever_its_fields_hold(value: Any) -> None:
-    received = wire.decode(wire.encode(wire.Failed.of(DeadlineExceeded(action=value, seconds=value))))
+    received = wire.decode(wire.encode(wire.Failed.of(errors.DeadlineExceeded(action=value, seconds=value))))
     assert isinstance(received, wire.Failed)
     assert len(str(received.error())) < 10_000
 
 
-@pytest.mark.parametrize("error_type", ERROR_TYPES.values(), ids=lambda e: e.__name__)
-def test_errors_round_trip_with_their_hints(error_type: type[HearthError]) -> None:
+@pytest.mark.parametrize("error_type", errors.ERROR_TYPES.values(), ids=lambda e: e.__name__)
+def test_errors_round_trip_with_their_hints(error_type: type[errors.HearthError]) -> None:
     samples = {"int": 3, "float": 1.5, "str": "x"}
     error = error_type(**{field.name: samples[str(field.type)] for field in dataclasses.fields(error_type)})
     received = wire.decode(wire.encode(wire.Failed.of(error)))
@@ -243,7 +233,7 @@ def test_errors_round_trip_with_their_hints(error_type: type[HearthError]) -> No
     assert type(again) is error_type
     assert again.details() == error.details()
     assert str(again) == str(error)
-    assert error.next_step() != HearthError.advice
+    assert error.next_step() != errors.HearthError.advice
     assert errors.__dict__[error_type.__name__] is error_type
 
 
@@ -252,7 +242,7 @@ def test_errors_round_trip_with_their_hints(error_type: type[HearthError]) -> No
     [("NoSuchError", {}), ("TextTooLong", {}), ("HearthError", {}), ("BadMessage", {"reason": None})],
 )
 def test_unknown_error_code_becomes_a_generic_error(code: str, details: dict[str, None]) -> None:
-    assert isinstance(error_from_wire(code, details), HearthError)
+    assert isinstance(errors.error_from_wire(code, details), errors.HearthError)
 
 
 def test_hello_carries_the_protocol_version() -> None:

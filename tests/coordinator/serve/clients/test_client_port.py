@@ -22,19 +22,7 @@ from coordinator.serve.clients import client_port as client_port_module
 from coordinator.serve.clients.client_port import ClientPort, client_port
 from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
-from hearth.errors import (
-    AppRevoked,
-    BadMessage,
-    BadSetting,
-    ConnectionLost,
-    FrameTooLarge,
-    NotAuthorised,
-    NotServing,
-    PortInUse,
-    TextTooLong,
-    Unreachable,
-    WrongKey,
-)
+from hearth import errors
 from hearth.platform.curve import KeyPair, new_keypair
 from hearth.platform.security import Access, derive_keypair, new_home_key
 from hearth.wire import messages as wire
@@ -69,7 +57,7 @@ class Home:
         if isinstance(message, wire.GetReadiness):
             return wire.Readiness(ready=True, state="serving", model="m")
         if isinstance(message, wire.Embed):
-            raise TextTooLong(index=0, num_tokens=9, max_tokens=8)
+            raise errors.TextTooLong(index=0, num_tokens=9, max_tokens=8)
         if isinstance(message, wire.ListDevices):
             await asyncio.sleep(60)
         return Reply(wire.Done(), [bytes(frame) for frame in payload])
@@ -150,7 +138,7 @@ def test_requests_streams_and_errors_pass_through_the_gateway(tmp_path: Path) ->
         assert [bytes(frame) for frame in reply.payload] == frames
         assert await tokens(client, "small", 50) == 50
         assert await tokens(client, "large", 20) == 20
-        with pytest.raises(TextTooLong):
+        with pytest.raises(errors.TextTooLong):
             await client.call(wire.Embed(texts=("a",)), timeout_seconds=20)
         assert set(home.callers) == {home.app.public}
         assert home.port.num_running == 0
@@ -178,7 +166,7 @@ def test_request_of_a_client_that_is_gone_is_cancelled(tmp_path: Path) -> None:
         await anext(stream)
         home.clients.remove(client)
         await client.close()
-        with suppress(ConnectionLost):
+        with suppress(errors.ConnectionLost):
             await stream.aclose()
         await until(lambda: home.closed == ["p"])
         assert home.may_return == [True]  # on another connection
@@ -189,13 +177,13 @@ def test_request_of_a_client_that_is_gone_is_cancelled(tmp_path: Path) -> None:
 def test_roles_are_checked_and_refusals_counted(tmp_path: Path) -> None:
     async def scenario(home: Home) -> None:
         app = home.client(home.app)
-        with pytest.raises(NotAuthorised):
+        with pytest.raises(errors.NotAuthorised):
             await app.call(wire.ListDevices(), timeout_seconds=20)
-        with pytest.raises(FrameTooLarge):
+        with pytest.raises(errors.FrameTooLarge):
             await app.call(wire.Infer(names=()), [bytes(2 << 20)], timeout_seconds=20)
-        with pytest.raises(BadMessage):
+        with pytest.raises(errors.BadMessage):
             await app.call(wire.Generate(prompt="p", max_tokens=1), [b""] * 65, timeout_seconds=20)
-        with pytest.raises(WrongKey):
+        with pytest.raises(errors.WrongKey):
             await home.client(new_keypair()).call(wire.GetReadiness(), timeout_seconds=20)
         assert home.callers == []
         await until(lambda: home.port.num_refused_requests == 3 and home.port.num_refused_connections > 0)
@@ -219,9 +207,9 @@ def test_apps_may_send_what_their_roles_permit(tmp_path: Path) -> None:
                 if message in theirs:
                     await client.call(message, timeout_seconds=20)
                 else:
-                    with pytest.raises(NotAuthorised, match=f"role '{role}'"):
+                    with pytest.raises(errors.NotAuthorised, match=f"role '{role}'"):
                         await client.call(message, timeout_seconds=20)
-            with pytest.raises(NotAuthorised):
+            with pytest.raises(errors.NotAuthorised):
                 await client.call(wire.ListDevices(), timeout_seconds=20)
 
     run(tmp_path, scenario)
@@ -240,12 +228,12 @@ def test_new_app_may_connect_at_once_and_revoked_one_is_ended_at_once(tmp_path: 
         await anext(stream)
         home.trust.apps.revoke("blind")
         home.port.change_access()
-        await home.port.end_requests(blind.public, AppRevoked(app="blind"))
-        with pytest.raises(AppRevoked):
+        await home.port.end_requests(blind.public, errors.AppRevoked(app="blind"))
+        with pytest.raises(errors.AppRevoked):
             async for _ in stream:
                 pass
         assert home.closed == ["p"]
-        with pytest.raises(AppRevoked):
+        with pytest.raises(errors.AppRevoked):
             await client.call(wire.GetReadiness(), timeout_seconds=20)
 
     run(tmp_path, scenario)
@@ -262,7 +250,7 @@ def test_app_that_is_added_while_the_process_starts_may_connect(tmp_path: Path) 
             try:
                 await home.client(added).call(wire.GetReadiness(), timeout_seconds=20)
                 return
-            except WrongKey:
+            except errors.WrongKey:
                 await asyncio.sleep(0.1)
 
     run(tmp_path, scenario)
@@ -275,14 +263,14 @@ def test_connection_of_a_revoked_app_ends_if_it_goes_on_asking(tmp_path: Path) -
         home.trust.apps.revoke("lamp")
         home.port.change_access()
         await other.call(wire.GetReadiness(), timeout_seconds=20)
-        errors: list[type[Exception]] = []
+        failures: list[type[Exception]] = []
         ended = asyncio.Event()
         client.on_disconnect = ended.set
         while not ended.is_set():
             calls = [client.call(wire.GetReadiness(), timeout_seconds=20) for _ in range(20)]
-            errors += [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)]  # type: ignore[misc]
-        assert set(errors) <= {AppRevoked, ConnectionLost, Unreachable}
-        assert 0 < errors.count(AppRevoked) < 70
+            failures += [type(error) for error in await asyncio.gather(*calls, return_exceptions=True)]  # type: ignore[misc]
+        assert set(failures) <= {errors.AppRevoked, errors.ConnectionLost, errors.Unreachable}
+        assert 0 < failures.count(errors.AppRevoked) < 70
         await other.call(wire.GetReadiness(), timeout_seconds=20)
         assert len(home.callers) == 3
 
@@ -299,7 +287,7 @@ def test_coordinator_refuses_a_revoked_key_that_its_process_still_admits(tmp_pat
         home.trust.apps.revoke("lamp")  # the process is not told: it gets this message before the rules
         home.port.change_access = lambda: None  # type: ignore[method-assign]
         os.kill(home.process_id, signal.SIGCONT)
-        with pytest.raises(AppRevoked):
+        with pytest.raises(errors.AppRevoked):
             await asking
         assert len(home.callers) == 1
 
@@ -317,7 +305,7 @@ def test_process_that_dies_or_hangs_is_replaced_and_clients_reach_it_again(
         await until(lambda: home.port.num_running == 1)
         before = home.process_id
         os.kill(before, fault)
-        with pytest.raises(ConnectionLost):
+        with pytest.raises(errors.ConnectionLost):
             await running
         await until(lambda: home.closed == ["before", "cut"] and home.port.num_running == 0)
         assert await tokens(client, "after", 3) == 3
@@ -377,11 +365,11 @@ async def test_requests_that_run_when_a_role_ends_are_told(tmp_path: Path) -> No
                 await client.call(wire.GetReadiness(), timeout_seconds=20)
                 waiting = asyncio.ensure_future(client.call(wire.ListDevices(), timeout_seconds=20))
                 await until(lambda: port.num_running == 1)
-            with pytest.raises(NotServing):
+            with pytest.raises(errors.NotServing):
                 await waiting
-            with pytest.raises(NotServing):  # until the next role begins
+            with pytest.raises(errors.NotServing):  # until the next role begins
                 await client.call(wire.GetReadiness(), timeout_seconds=20)
-        with pytest.raises((ConnectionLost, Unreachable)):
+        with pytest.raises((errors.ConnectionLost, errors.Unreachable)):
             await client.call(wire.GetReadiness(), timeout_seconds=0.5)
         await client.close()
 
@@ -453,7 +441,7 @@ async def until_answered(client: RpcClient) -> None:
         try:
             await client.call(wire.GetReadiness(), timeout_seconds=20)
             return
-        except ConnectionLost:
+        except errors.ConnectionLost:
             pass
 
 
@@ -471,10 +459,10 @@ def memory_bytes(pid: int, field: str) -> int:
 async def test_port_in_use_and_impossible_addresses_are_told(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         settings = CoordinatorSettings(state_dir=tmp_path, port=other.getsockname()[1], bind_host="127.0.0.1")
-        with pytest.raises(PortInUse, match="--port"):
+        with pytest.raises(errors.PortInUse, match="--port"):
             ClientPort(settings, Trust(settings, HOME))
     settings = CoordinatorSettings(state_dir=tmp_path, port=0, bind_host="192.0.2.1")
-    with pytest.raises(BadSetting, match=r"192\.0\.2\.1"):
+    with pytest.raises(errors.BadSetting, match=r"192\.0\.2\.1"):
         ClientPort(settings, Trust(settings, HOME))
 
 
@@ -489,7 +477,7 @@ def test_ipv6_address_is_listened_on(tmp_path: Path) -> None:
             welcome = await client.hello(wire.CoordinatorWelcome, timeout_seconds=20)
             assert welcome.name == "home"
 
-    with suppress(BadSetting):  # a host without an IPv6 loopback address
+    with suppress(errors.BadSetting):  # a host without an IPv6 loopback address
         asyncio.run(scenario())
 
 

@@ -38,26 +38,10 @@ from coordinator.serve.requests.admission import CALLER
 from coordinator.serve.requests.runner import Requests
 from coordinator.serve.state import TransformerGoal
 from coordinator.serve.text.prompts import GenerationDefaults, StopTextFilter, TextTokenizer
+from hearth import errors
 from hearth.client.answers import Token
 from hearth.client.home import AsyncHome
 from hearth.client.sync import Home, connect
-from hearth.errors import (
-    AppRevoked,
-    BadPlan,
-    BadRequest,
-    ConnectionLost,
-    ContextTooLong,
-    DeadlineExceeded,
-    DeviceLost,
-    FrameTooLarge,
-    HearthError,
-    InternalError,
-    NotServing,
-    QueueFull,
-    StepFailed,
-    Unreachable,
-    WorkerDied,
-)
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits
 from hearth.platform.security import Access, HomeKey, derive_keypair, new_home_key, save_credential
@@ -73,9 +57,13 @@ PLAN = make_plan(
     (1, 1),
     generation=GenerationLimits(kv_tokens=3 * CONTEXT, max_sequences=4, prefill_rows=16, context=CONTEXT),
 )
-DIED = WorkerDied(device="device1", reason="killed")
-LOST = DeviceLost(device="device1", reason="no answer")
-ERRORS_OF_A_REQUEST = (BadRequest(reason="no"), FrameTooLarge(num_bytes=2, cap_bytes=1), QueueFull(limit=1))
+DIED = errors.WorkerDied(device="device1", reason="killed")
+LOST = errors.DeviceLost(device="device1", reason="no answer")
+ERRORS_OF_A_REQUEST = (
+    errors.BadRequest(reason="no"),
+    errors.FrameTooLarge(num_bytes=2, cap_bytes=1),
+    errors.QueueFull(limit=1),
+)
 MODEL = TextModel(SPEC, None, GenerationDefaults(stop_ids=(END_TOKEN,)))
 
 
@@ -107,7 +95,7 @@ class Script:
     """A stand-in for Deployment. `fails` lists, for each request, the number of tokens before an error, and the error."""
 
     plan: TransformerPlan = PLAN
-    fails: list[tuple[int, HearthError]] = field(default_factory=list)
+    fails: list[tuple[int, errors.HearthError]] = field(default_factory=list)
     tokens: Sequence[int] = ()  # used in place of the scripted model's, if given
     at_once: int = 1  # tokens per message
     num_cached: int = 0  # tokens of every prompt in the KV cache
@@ -171,17 +159,17 @@ class Host(Requests[Any]):
     """Real admission; a failed deployment is replaced by the next one after a pause. A probe fails unless `plan_works`."""
 
     def __init__(self, *deployments: Script, pause_seconds: float = 0.0, plan_works: bool = False) -> None:
-        async def probe(deployment: Script, error: HearthError) -> None:
+        async def probe(deployment: Script, error: errors.HearthError) -> None:
             if not plan_works:
-                raise StepFailed(device="device0", reason="the probe failed")
+                raise errors.StepFailed(device="device0", reason="the probe failed")
 
-        super().__init__(99, lambda: NotServing(state="planning again"), self._lost, probe)
+        super().__init__(99, lambda: errors.NotServing(state="planning again"), self._lost, probe)
         self.deployments = list(deployments)
-        self.errors: list[HearthError] = []
+        self.errors: list[errors.HearthError] = []
         self._pause_seconds = pause_seconds
         self.admission.open(self.deployments[0], 99)
 
-    def _lost(self, deployment: Script, error: HearthError) -> None:
+    def _lost(self, deployment: Script, error: errors.HearthError) -> None:
         self.errors.append(error)
         if self.admission.is_open and deployment is self.deployments[0]:
             self.admission.close()
@@ -266,7 +254,7 @@ def test_default_length_is_limited_by_model_and_context() -> None:
 @pytest.mark.parametrize(("num_prompt", "max_tokens"), [(64, None), (64, 2), (79, 2), (80, None), (81, 1)])
 def test_prompt_above_the_context_is_rejected_with_numbers(num_prompt: int, max_tokens: int | None) -> None:
     script = Script()
-    with pytest.raises(ContextTooLong) as error:
+    with pytest.raises(errors.ContextTooLong) as error:
         asyncio.run(ask(Host(script), token_ids=[1] * num_prompt, max_tokens=max_tokens))
     context = POSITIONS if num_prompt >= POSITIONS else CONTEXT
     assert error.value.details() == {"num_prompt_tokens": num_prompt, "max_tokens": 1, "context_tokens": context}
@@ -274,7 +262,7 @@ def test_prompt_above_the_context_is_rejected_with_numbers(num_prompt: int, max_
 
 
 def test_encoder_plan_is_a_bad_plan() -> None:
-    with pytest.raises(BadPlan):
+    with pytest.raises(errors.BadPlan):
         max_context_tokens(with_generation(PLAN, None))
 
 
@@ -294,7 +282,7 @@ def test_encoder_plan_is_a_bad_plan() -> None:
 )
 def test_bad_request_is_rejected_before_it_runs(fields: dict[str, Any], token_ids: Any, message_part: str) -> None:
     host = Host(Script())
-    with pytest.raises(BadRequest) as error:
+    with pytest.raises(errors.BadRequest) as error:
         asyncio.run(ask(host, token_ids=token_ids, **fields))
     assert message_part in str(error.value)
     assert not host.errors
@@ -307,7 +295,7 @@ async def test_requests_above_the_limit_are_rejected_immediately() -> None:
         async with aclosing(generations.run(MODEL, wire.Generate(), np.ones(1, np.int32))) as two:
             await anext(one)
             await anext(two)
-            with pytest.raises(QueueFull):
+            with pytest.raises(errors.QueueFull):
                 await read(generations, MODEL, [1])
     assert generations.num_running == 0
 
@@ -315,11 +303,11 @@ async def test_requests_above_the_limit_are_rejected_immediately() -> None:
 async def test_request_deadline_does_not_end_the_plan() -> None:
     script = Script(silent_after=2)
     host = Host(script)
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(errors.DeadlineExceeded):
         await ask(host, timeout_seconds=0.1)
     assert (script.open_now, host.errors) == (0, [])
     host.admission.close()
-    with pytest.raises(NotServing, match="planning again"):
+    with pytest.raises(errors.NotServing, match="planning again"):
         await ask(host, timeout_seconds=0.1)
 
 
@@ -330,7 +318,7 @@ def test_plan_that_generates_no_more_is_probed_and_replaced(monkeypatch: pytest.
         hung, second = Script(silent_after=silent_after), Script()
         host = Host(hung, second)
         assert asyncio.run(ask(host, max_tokens=6)).tokens == expected((1, 2, 3), 6)
-        assert (hung.open_now, [type(error) for error in host.errors]) == (0, [StepFailed])
+        assert (hung.open_now, [type(error) for error in host.errors]) == (0, [errors.StepFailed])
 
 
 async def test_other_streams_show_that_a_plan_still_generates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,13 +368,13 @@ def test_probe_fits_into_any_context() -> None:
     "error",
     [
         DIED,
-        DeviceLost(device="device1", reason="no answer"),
-        StepFailed(device="the coordinator", reason="the plan was unloaded"),
-        DeadlineExceeded(action="GenerateTokens", seconds=120),
+        errors.DeviceLost(device="device1", reason="no answer"),
+        errors.StepFailed(device="the coordinator", reason="the plan was unloaded"),
+        errors.DeadlineExceeded(action="GenerateTokens", seconds=120),
     ],
     ids=lambda error: error.code,
 )
-def test_generation_resumes_on_the_next_plan_after_a_failure(error: HearthError) -> None:
+def test_generation_resumes_on_the_next_plan_after_a_failure(error: errors.HearthError) -> None:
     first, second = Script(fails=[(4, error)]), Script()
     host = Host(first, second, pause_seconds=0.05)
     found = asyncio.run(ask(host, max_tokens=10, sampling=wire.SamplingChoice(temperature=1.0)))
@@ -409,27 +397,29 @@ def test_tokens_are_independent_of_number_and_place_of_failures(
 
 
 def test_stream_that_progresses_survives_any_number_of_failures() -> None:
-    scripts = [Script(fails=[(1, WorkerDied(device=f"device{index}", reason="again"))]) for index in range(30)]
+    scripts = [Script(fails=[(1, errors.WorkerDied(device=f"device{index}", reason="again"))]) for index in range(30)]
     host = Host(*scripts, Script())
     assert asyncio.run(ask(host, max_tokens=40)).tokens == expected((1, 2, 3), 40)
     assert len(host.errors) == 30
 
 
 def test_request_that_ends_every_plan_on_which_it_runs_alone_gets_the_error() -> None:
-    scripts = [Script(fails=[(0, WorkerDied(device=f"device{index}", reason="out of memory"))]) for index in range(5)]
+    scripts = [
+        Script(fails=[(0, errors.WorkerDied(device=f"device{index}", reason="out of memory"))]) for index in range(5)
+    ]
     host = Host(*scripts)
-    with pytest.raises(WorkerDied, match="device2"):
+    with pytest.raises(errors.WorkerDied, match="device2"):
         asyncio.run(ask(host, max_tokens=20))
     assert (len(host.errors), host.num_failed) == (3, 1)
 
 
 def test_losses_that_no_request_causes_are_not_counted() -> None:
-    scripts = [Script(fails=[(0, DeviceLost(device="device1", reason="no answer"))]) for _ in range(9)]
+    scripts = [Script(fails=[(0, errors.DeviceLost(device="device1", reason="no answer"))]) for _ in range(9)]
     assert asyncio.run(ask(Host(*scripts, Script()), max_tokens=4)).tokens == expected((1, 2, 3), 4)
 
 
 @pytest.mark.parametrize("error", ERRORS_OF_A_REQUEST, ids=repr)
-def test_request_errors_are_not_retried(error: HearthError) -> None:
+def test_request_errors_are_not_retried(error: errors.HearthError) -> None:
     host = Host(Script(fails=[(1, error)]), Script())
     with pytest.raises(type(error)):
         asyncio.run(ask(host, max_tokens=20))
@@ -437,10 +427,10 @@ def test_request_errors_are_not_retried(error: HearthError) -> None:
 
 
 def test_internal_error_of_one_request_does_not_end_a_plan_that_works() -> None:
-    error = InternalError(where="a worker", reason="a fault")
+    error = errors.InternalError(where="a worker", reason="a fault")
     script = Script(fails=[(0, error), (0, error)])
     host = Host(script, plan_works=True)
-    with pytest.raises(InternalError):
+    with pytest.raises(errors.InternalError):
         asyncio.run(ask(host, max_tokens=20))
     assert (host.errors, len(script.requests)) == ([], 2)
     assert asyncio.run(ask(Host(Script(fails=[(0, error)]), plan_works=True), max_tokens=4)).tokens
@@ -548,7 +538,7 @@ def test_prompt_or_chat_is_answered_with_text(tokenizer: TextTokenizer) -> None:
     chat = (wire.ChatMessage(role="user", content="Hi"),)
     asyncio.run(ask(Host(script), model=model, token_ids=None, messages=chat))
     assert [tokenizer.decode(request.ids) for request in script.requests] == ["Hi", "user:Hi\n"]
-    with pytest.raises(BadRequest, match="empty"):
+    with pytest.raises(errors.BadRequest, match="empty"):
         asyncio.run(ask(Host(script), model=model, token_ids=None, prompt=""))
 
 
@@ -582,7 +572,7 @@ def test_text_resumes_after_failures_at_any_byte(limits: list[int], tokenizer: T
 @pytest.mark.parametrize("stop", ["", "x" * 1001])
 def test_stop_text_length_is_checked(stop: str, tokenizer: TextTokenizer) -> None:
     script, model = script_of_text(tokenizer, "a")
-    with pytest.raises(BadRequest, match="1 to 1000 characters"):
+    with pytest.raises(errors.BadRequest, match="1 to 1000 characters"):
         asyncio.run(ask(Host(script), model=model, stop=(stop,)))
 
 
@@ -594,7 +584,7 @@ class Agents:
 
     holder = "test"
 
-    def __init__(self, script: Script, knows: HearthError | None = None) -> None:
+    def __init__(self, script: Script, knows: errors.HearthError | None = None) -> None:
         self.aborted: list[str] = []
         self.devices = {device.device_id: ready_device(device.device_id) for device in PLAN.devices}
         self._script = script
@@ -647,9 +637,9 @@ async def test_deployment_streams_from_rank_0() -> None:
 
 
 async def test_root_cause_is_found_and_all_ranks_are_aborted() -> None:
-    agents = Agents(Script(fails=[(2, StepFailed(device="device0", reason="rank 1 is silent"))]), knows=DIED)
+    agents = Agents(Script(fails=[(2, errors.StepFailed(device="device0", reason="rank 1 is silent"))]), knows=DIED)
     _, answers = await deployed(agents)
-    with pytest.raises(WorkerDied):
+    with pytest.raises(errors.WorkerDied):
         async for _ in answers:
             pass
     assert agents.aborted == ["id0", "id1"]
@@ -661,18 +651,18 @@ async def test_device_loss_ends_the_stream_immediately() -> None:
     await anext(answers)
     asyncio.get_running_loop().call_later(0.05, deployment.fail, DIED)
     began = time.monotonic()
-    with pytest.raises(WorkerDied):
+    with pytest.raises(errors.WorkerDied):
         async for _ in answers:
             pass
     assert time.monotonic() - began < 10
     assert script.open_now == 0
     request = wire.GenerateTokens(**deployment.command_fields, max_tokens=1)
-    with pytest.raises(WorkerDied):
+    with pytest.raises(errors.WorkerDied):
         await anext(deployment.generate(np.ones(1, np.int32), request, 1.0))
 
 
 @pytest.mark.parametrize("error", ERRORS_OF_A_REQUEST, ids=repr)
-async def test_request_error_does_not_end_the_deployment(error: HearthError) -> None:
+async def test_request_error_does_not_end_the_deployment(error: errors.HearthError) -> None:
     agents = Agents(Script(fails=[(0, error)]))
     deployment, answers = await deployed(agents)
     with pytest.raises(type(error)):
@@ -753,11 +743,11 @@ class MeasuredFleet(DecoderFleet):
 
 @pytest.mark.parametrize(("budget", "chosen"), [(0.1, "int8"), (0.01, "bf16"), (1e-3, "fp16"), (1e-5, "exact")])
 async def test_fastest_format_within_the_budget_is_that_of_later_requests(
-    budget: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    budget: float, chosen: str, tmp_path: Path
 ) -> None:
     fleet = MeasuredFleet("ab")
     goal = goal_of(tmp_path, "llama", strategy="hmp", accuracy_budget=budget)
-    async with serving(monkeypatch, fleet, tmp_path / "state", goal) as home:
+    async with serving(fleet, tmp_path / "state", goal) as home:
         await home.until(lambda: home.count_lines(f"activations travel as {chosen} "))
         assert {order.values for order in fleet.orders if order.logits == "keep"} == {"exact"}
         fleet.orders.clear()
@@ -776,13 +766,13 @@ async def tokens_of(home: ServedController, **fields: Any) -> list[int]:
     return [token for part in parts if isinstance(part, wire.TextGenerated) for token in part.token_ids]
 
 
-@pytest.mark.parametrize("error", [*ERRORS_OF_A_REQUEST, StepFailed(device="device1", reason="silent"), DIED], ids=repr)
-async def test_only_errors_beyond_the_request_end_the_deployment(
-    error: HearthError, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "error", [*ERRORS_OF_A_REQUEST, errors.StepFailed(device="device1", reason="silent"), DIED], ids=repr
+)
+async def test_only_errors_beyond_the_request_end_the_deployment(error: errors.HearthError, tmp_path: Path) -> None:
     script = Script()
     goal = goal_of(tmp_path, "llama", strategy="hmp")
-    async with serving(monkeypatch, DecoderFleet("ab", script), tmp_path / "state", goal) as home:
+    async with serving(DecoderFleet("ab", script), tmp_path / "state", goal) as home:
         script.fails = [(2, error)]
         if error.scope == "request":
             with pytest.raises(type(error)):
@@ -792,15 +782,17 @@ async def test_only_errors_beyond_the_request_end_the_deployment(
             assert await tokens_of(home, max_tokens=5) == expected((1, 2, 3), 5)
             assert home.controller.requests.num_failed == 0
             await home.until(lambda: home.ready)
-            assert home.plan.epoch == (2 if isinstance(error, WorkerDied) else 1)  # a probe succeeded after the others
+            assert home.plan.epoch == (
+                2 if isinstance(error, errors.WorkerDied) else 1
+            )  # a probe succeeded after the others
 
 
-async def test_long_answer_continues_on_the_next_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_answer_continues_on_the_next_plan(tmp_path: Path) -> None:
     """A running answer gets time to finish; after that it moves to the new plan, without lost or repeated tokens."""
     script = Script()
     goal = goal_of(tmp_path, "llama", strategy="hmp")
     fleet = DecoderFleet("a", script)
-    async with serving(monkeypatch, fleet, tmp_path / "state", goal, drain_seconds=0.05) as home:
+    async with serving(fleet, tmp_path / "state", goal, drain_seconds=0.05) as home:
         script.silent_after = 2
         asking = asyncio.create_task(tokens_of(home, max_tokens=6))
         await home.until(lambda: script.tokens_given == 2 + 2)  # two of them from the warm-up
@@ -818,13 +810,13 @@ async def test_requests_must_match_the_kind_of_model(tmp_path: Path) -> None:
         ServedController(TransformerFleet("a"), tmp_path / family, goal_of(tmp_path / family, family), None)
         for family in ("llama", "bert")
     )
-    with pytest.raises(BadRequest, match="hearth generate"):
+    with pytest.raises(errors.BadRequest, match="hearth generate"):
         await decoder.kind.embed(wire.Embed(texts=("a",)), ())
-    with pytest.raises(BadRequest, match="hearth generate"):
+    with pytest.raises(errors.BadRequest, match="hearth generate"):
         await decoder.hidden_states(1, 1.0)
-    with pytest.raises(BadRequest, match="hearth embed"):
+    with pytest.raises(errors.BadRequest, match="hearth embed"):
         await encoder.kind.generate(wire.Generate(), ())
-    with pytest.raises(NotServing):
+    with pytest.raises(errors.NotServing):
         await tokens_of(decoder, timeout_seconds=0.05)
     assert (decoder.controller.requests.num_failed, decoder.controller.requests.num_served) == (1, 0)
 
@@ -840,7 +832,7 @@ class Coordinator:
     def __init__(self, script: Script, model: TextModel) -> None:
         self.script = script
         self.asked = 0
-        self.error: HearthError | None = None
+        self.error: errors.HearthError | None = None
         self._model = model
         self._generations = GenerationRunner(Host(script), 9)
 
@@ -917,7 +909,7 @@ async def test_client_reads_tokens_text_and_usage(tokenizer: TextTokenizer) -> N
 )
 async def test_value_out_of_range_is_rejected_before_sending(fields: dict[str, Any], message_part: str) -> None:
     async with AsyncHome(access(), "127.0.0.1:1", None) as home:
-        with pytest.raises(BadRequest) as error:
+        with pytest.raises(errors.BadRequest) as error:
             home.generate(**{"prompt": "a", **fields})
         assert message_part in str(error.value)
 
@@ -1002,7 +994,7 @@ def test_resumed_answer_repeats_and_omits_nothing(
 
 @pytest.mark.parametrize("generated", [(VOCAB,), (1,) * POSITIONS])
 def test_generated_tokens_are_checked(generated: tuple[int, ...]) -> None:
-    with pytest.raises(BadRequest, match="generated"):
+    with pytest.raises(errors.BadRequest, match="generated"):
         asyncio.run(ask(Host(Script()), generated=generated))
 
 
@@ -1016,25 +1008,25 @@ async def test_calls_are_repeated_until_the_deadline() -> None:
     async with coordinator(Script(silent_after=0), port=port) as (served, _):
         await until("the request", lambda: served.asked)
     async with coordinator(Script(), port=port) as (served, _):
-        served.error = NotServing(state="starting again")
+        served.error = errors.NotServing(state="starting again")
         await until("repeats", lambda: served.asked > 2)
         served.error = None
         await asking
         assert fresh.token_ids == expected([1], 2)
-        served.error = AppRevoked(app="lamp")
-        with pytest.raises(AppRevoked):
+        served.error = errors.AppRevoked(app="lamp")
+        with pytest.raises(errors.AppRevoked):
             await home.generate(token_ids=[1]).text()
-        served.error = NotServing(state="starting again")
-        with pytest.raises(NotServing):
+        served.error = errors.NotServing(state="starting again")
+        with pytest.raises(errors.NotServing):
             await home.generate(token_ids=[1], timeout_seconds=0.5).text()
-    with pytest.raises((Unreachable, ConnectionLost)):
+    with pytest.raises((errors.Unreachable, errors.ConnectionLost)):
         await home.generate(token_ids=[1], timeout_seconds=0.5).text()
     await home.close()
 
 
 async def test_client_changes_to_a_coordinator_that_serves() -> None:
     async with coordinator(Script()) as (standby, standby_server):
-        standby.error = NotServing(state="standby")
+        standby.error = errors.NotServing(state="standby")
         async with coordinator(Script(silent_after=3)) as (_, leader_server):
             addresses = f"127.0.0.1:1, 127.0.0.1:{standby_server.port},127.0.0.1:{leader_server.port}"
             home = AsyncHome(access(), addresses, None)
@@ -1095,7 +1087,7 @@ def test_answer_is_a_plain_iterator() -> None:
         assert answer.usage.num_tokens == 5
         assert list(answer) == []
         assert home.generate(token_ids=[1], max_tokens=2).text() == ""
-        with pytest.raises(ContextTooLong):
+        with pytest.raises(errors.ContextTooLong):
             home.generate(token_ids=[1] * 70, max_tokens=2).text()
 
 
@@ -1143,7 +1135,7 @@ def test_threads_share_a_client_and_none_hangs_when_it_is_closed() -> None:
         def read(max_tokens: int) -> None:
             try:
                 found.append(len(list(home.generate(token_ids=[1], max_tokens=max_tokens))))
-            except HearthError as error:
+            except errors.HearthError as error:
                 found.append(error.code)
 
         threads = [threading.Thread(target=read, args=(count,)) for count in (5, 6, 7, 30, 31)]

@@ -144,12 +144,11 @@ def test_chunks_are_small_content_named_and_independent_of_the_cut(
 
 @asynccontextmanager
 async def serving_graph(
-    folder: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch, names: str = "abc", plan: Plan | None = None,
-    **wishes: Any,
-) -> AsyncIterator[ServedController]:  # fmt: skip
+    folder: Path, graph: GraphFile, names: str = "abc", plan: Plan | None = None, **wishes: Any
+) -> AsyncIterator[ServedController]:
     fields = {"model_file": str(graph.path), "objective": "throughput", "time_limit_seconds": 60.0, **wishes}
     goal, fleet = GraphGoal.model_validate(fields), GraphFleet(names, graph)
-    async with serving(monkeypatch, fleet, folder / "state", goal, plan, queue_limit=5) as home:
+    async with serving(fleet, folder / "state", goal, plan, queue_limit=5) as home:
         yield home
 
 
@@ -165,10 +164,8 @@ def num_slots(home: ServedController) -> int:
     return home.kind.capacity(deployment)
 
 
-async def test_full_pipeline_queues_then_rejects_requests(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving_graph(tmp_path, graph, monkeypatch) as home:
+async def test_full_pipeline_queues_then_rejects_requests(tmp_path: Path, graph: GraphFile) -> None:
+    async with serving_graph(tmp_path, graph) as home:
         assert home.plan.num_ranks == 3
         room = num_slots(home)
         assert room == 3 * len(home.plan.body.segments)
@@ -184,8 +181,8 @@ async def test_full_pipeline_queues_then_rejects_requests(
         assert (home.fleet.most_running, home.controller.requests.num_served) == (room, room + 5)
 
 
-async def test_device_loss_fails_no_request(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving_graph(tmp_path, graph, monkeypatch) as home:
+async def test_device_loss_fails_no_request(tmp_path: Path, graph: GraphFile) -> None:
+    async with serving_graph(tmp_path, graph) as home:
         room = num_slots(home)
         home.fleet.released.clear()
         asked = [ask(home) for _ in range(room + 2)]
@@ -199,10 +196,8 @@ async def test_device_loss_fails_no_request(tmp_path: Path, graph: GraphFile, mo
         assert home.plan.epoch == 2
 
 
-async def test_request_error_keeps_the_plan_and_a_failing_probe_ends_it(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving_graph(tmp_path, graph, monkeypatch) as home:
+async def test_request_error_keeps_the_plan_and_a_failing_probe_ends_it(tmp_path: Path, graph: GraphFile) -> None:
+    async with serving_graph(tmp_path, graph) as home:
         home.fleet.asked.clear()
         home.fleet.failures = [errors.StepFailed(device="segment 1", reason="index out of range")]
         await ask(home)  # runs again after the probe, a request known to work
@@ -220,10 +215,8 @@ async def test_request_error_keeps_the_plan_and_a_failing_probe_ends_it(
         assert home.plan.epoch > 1
 
 
-async def test_timed_out_request_keeps_its_slot_until_devices_finish(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving_graph(tmp_path, graph, monkeypatch) as home:
+async def test_timed_out_request_keeps_its_slot_until_devices_finish(tmp_path: Path, graph: GraphFile) -> None:
+    async with serving_graph(tmp_path, graph) as home:
         home.fleet.released.clear()
         asked = ask(home, timeout_seconds=0.05)
         with pytest.raises(errors.HearthError, match=r"0\.05 s"):
@@ -235,23 +228,21 @@ async def test_timed_out_request_keeps_its_slot_until_devices_finish(
             await home.kind.infer(Infer(names=()), ())
 
 
-async def test_saved_plan_is_reused_for_the_same_graph_only(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving_graph(tmp_path, graph, monkeypatch) as home:
+async def test_saved_plan_is_reused_for_the_same_graph_only(tmp_path: Path, graph: GraphFile) -> None:
+    async with serving_graph(tmp_path, graph) as home:
         plan = home.plan
     saved = StateFile(tmp_path / "state").load().deployments["default"]
     assert isinstance(saved.goal, GraphGoal)
     assert saved.plan == plan
-    async with serving_graph(tmp_path, graph, monkeypatch, plan=plan) as home:
+    async with serving_graph(tmp_path, graph, plan=plan) as home:
         assert home.plan.body.segments == plan.body.segments
         assert home.plan.epoch == 2
         assert not any("planned by" in line for line in home.lines)
     other = plan.model_copy(update={"model": plan.model.model_copy(update={"sha256": "ff" * 32})})
-    async with serving_graph(tmp_path, graph, monkeypatch, plan=other) as home:
+    async with serving_graph(tmp_path, graph, plan=other) as home:
         assert any("planned by" in line for line in home.lines)
     with pytest.raises(errors.BadPlan, match="another graph"):
-        async with serving_graph(tmp_path, graph, monkeypatch, plan=other, keep_plan=True):
+        async with serving_graph(tmp_path, graph, plan=other, keep_plan=True):
             pass
 
 

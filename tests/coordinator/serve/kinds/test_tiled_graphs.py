@@ -30,12 +30,11 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> GraphFile:
 
 @asynccontextmanager
 async def serving_tiles(
-    folder: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch, names: str = "abc", plan: Plan | None = None,
-    **wishes: Any,
-) -> AsyncIterator[ServedController]:  # fmt: skip
+    folder: Path, graph: GraphFile, names: str = "abc", plan: Plan | None = None, **wishes: Any
+) -> AsyncIterator[ServedController]:
     fields = {"model_file": str(graph.path), "strategy": "heft", "tiles": "auto", **wishes}
     goal, fleet = GraphGoal.model_validate(fields), GraphFleet(names, graph)
-    async with serving(monkeypatch, fleet, folder / "state", goal, plan) as home:
+    async with serving(fleet, folder / "state", goal, plan) as home:
         yield home
 
 
@@ -47,10 +46,8 @@ def held_bytes(home: ServedController, device: str) -> int:
     return sum(4 * prod(array.shape) for array in arrays.values())
 
 
-async def test_a_device_holds_only_the_weights_of_its_tiles(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving_tiles(tmp_path, graph, monkeypatch, "ab") as home:
+async def test_a_device_holds_only_the_weights_of_its_tiles(tmp_path: Path, graph: GraphFile) -> None:
+    async with serving_tiles(tmp_path, graph, "ab") as home:
         held = [held_bytes(home, each) for each in home.names()]
         assert len(held) == 2
         assert min(held) >= 32 << 10
@@ -58,17 +55,15 @@ async def test_a_device_holds_only_the_weights_of_its_tiles(
         assert any("operators in tiles" in line for line in home.lines)
 
 
-async def test_tiles_survive_a_restart_and_a_loss(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving_tiles(tmp_path, graph, monkeypatch) as home:
+async def test_tiles_survive_a_restart_and_a_loss(tmp_path: Path, graph: GraphFile) -> None:
+    async with serving_tiles(tmp_path, graph) as home:
         plan = home.plan
         assert plan.model.tiles
         assert home.names() == "abc"
     saved = StateFile(tmp_path / "state").load().deployments["default"]
     assert isinstance(saved.goal, GraphGoal)
     assert (saved.goal.tiles, saved.plan) == ("auto", plan)
-    async with serving_tiles(tmp_path, graph, monkeypatch, plan=saved.plan) as home:
+    async with serving_tiles(tmp_path, graph, plan=saved.plan) as home:
         assert home.plan == plan.with_epoch(2)
         assert not any("planned by" in line for line in home.lines)
         before = len(home.fleet.asked)
@@ -79,9 +74,9 @@ async def test_tiles_survive_a_restart_and_a_loss(
 
 
 async def test_auto_serves_whole_operators_on_one_device_and_cuts_them_once_others_join(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, graph: GraphFile
 ) -> None:
-    async with serving_tiles(tmp_path, graph, monkeypatch, "a") as home:
+    async with serving_tiles(tmp_path, graph, "a") as home:
         assert home.plan.model.tiles == ()
         home.fleet.add("b")
         while home.names() != "ab":
@@ -91,10 +86,8 @@ async def test_auto_serves_whole_operators_on_one_device_and_cuts_them_once_othe
         assert home.plan.model.tiles
 
 
-async def test_tiles_of_another_graph_are_refused(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving_tiles(tmp_path, graph, monkeypatch) as home:
+async def test_tiles_of_another_graph_are_refused(tmp_path: Path, graph: GraphFile) -> None:
+    async with serving_tiles(tmp_path, graph) as home:
         plan = home.plan
         first, *others = plan.model.tiles
         for tiles, reason in (

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -27,23 +29,12 @@ from hearth import errors
 from hearth.plan.plan import plan_hash
 from hearth.platform.asyncio_tools import loop_time
 from hearth.protocol import DEFAULT_DEPLOYMENT
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import (
-    ConnectPeers,
-    FetchChunks,
-    FindMissing,
-    Infer,
-    Load,
-    MeasureLink,
-    Message,
-    PutChunk,
-    Run,
-    RunningWorker,
-    Unload,
-)
 from hearth.wire.rpc import Reply
 
 KINDS = ("transformer", "graph")
+NewCase: TypeAlias = "Callable[..., Case]"  # of a kind, by default with the devices a and b
 
 
 @pytest.fixture(scope="module")
@@ -54,22 +45,33 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> GraphFile:
 class Case:
     """One kind of model: a goal, a fleet, and a client request."""
 
-    def __init__(self, kind: str, folder: Path, graph: GraphFile, names: str = "ab") -> None:
+    def __init__(
+        self, folder: Path, graph: GraphFile, kind: str, names: str = "ab", fleet: FakeFleet | None = None
+    ) -> None:
         self.goal: Goal
         self.fleet: FakeFleet
+        self.folder = folder
         if kind == "graph":
             path = str(graph.path)
             self.goal = GraphGoal(model_file=path, objective="throughput", time_limit_seconds=60.0)
             self.fleet = GraphFleet(names, graph)
         else:
             self.goal = TransformerGoal(model_dir=str(write_model(folder / "model")), strategy="hmp")
-            self.fleet = TransformerFleet(names)
+            self.fleet = fleet or TransformerFleet(names)
+
+    def serving(self, **settings: Any) -> AbstractAsyncContextManager[ServedController]:
+        return serving(self.fleet, self.folder / "state", self.goal, **settings)
 
     async def ask(self, home: ServedController, timeout_seconds: float = 10.0) -> Any:
         if isinstance(self.goal, GraphGoal):
             payload = pack_array(np.zeros((1, 3, 16, 16), np.float32))
-            return await home.kind.infer(Infer(names=("image",), timeout_seconds=timeout_seconds), payload)
+            return await home.kind.infer(wire.Infer(names=("image",), timeout_seconds=timeout_seconds), payload)
         return await home.hidden_states(16, timeout_seconds)
+
+
+@pytest.fixture
+def new_case(tmp_path: Path, graph: GraphFile) -> NewCase:
+    return partial(Case, tmp_path, graph)
 
 
 @pytest.fixture(autouse=True)
@@ -78,9 +80,7 @@ def _plan_here() -> Iterator[None]:
         yield
 
 
-def prepare_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preparer, "_REST_SECONDS", 0.02)
-    monkeypatch.setattr(preparer, "_POLL_SECONDS", 0.02)
+prepares_at_once = mock.patch.multiple(preparer, _REST_SECONDS=0.02, _POLL_SECONDS=0.02)
 
 
 async def until_prepared(home: ServedController) -> None:
@@ -89,15 +89,12 @@ async def until_prepared(home: ServedController) -> None:
 
 
 @asynccontextmanager
-async def prepared_home(
-    kind: str, folder: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[tuple[Case, ServedController]]:
-    """A home of three devices with a plan for the loss of each of them."""
-    prepare_at_once(monkeypatch)
-    case = Case(kind, folder, graph, "abc")
-    async with serving(monkeypatch, case.fleet, folder / "state", case.goal) as home:
-        await until_prepared(home)
-        yield case, home
+async def prepared_home(case: Case) -> AsyncIterator[tuple[Case, ServedController]]:
+    """A home with a plan for the loss of each of its devices."""
+    with prepares_at_once:
+        async with case.serving() as home:
+            await until_prepared(home)
+            yield case, home
 
 
 # ---- fatal and temporary errors -------------------------------------------------------------------------------------
@@ -121,12 +118,12 @@ async def prepared_home(
     ids=lambda value: type(value).__name__,
 )
 async def test_only_contradictions_end_the_controller(
-    kind: str, error: Exception, ends: bool, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    kind: str, error: Exception, ends: bool, new_case: NewCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.001)
 
-    case = Case(kind, tmp_path, graph)
-    home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
+    case = new_case(kind)
+    home = ServedController(case.fleet, case.folder, case.goal, None)
     working, attempts = home.kind.plan, 0
 
     async def plan(*arguments: Any) -> Any:
@@ -155,23 +152,21 @@ async def test_only_contradictions_end_the_controller(
 
 
 @asynccontextmanager
-async def stopping(
-    case: Case, folder: Path, **settings: Any
-) -> AsyncIterator[tuple[ServedController, asyncio.Task[None]]]:
-    home = ServedController(case.fleet, folder / "state", case.goal, None, **settings)
+async def stopping(case: Case, **settings: Any) -> AsyncIterator[tuple[ServedController, asyncio.Task[None]]]:
+    home = ServedController(case.fleet, case.folder, case.goal, None, **settings)
     running = asyncio.create_task(home.controller.run())
     await home.until(lambda: home.ready)
     yield home, running
     await asyncio.wait_for(running, 60)
     assert not case.fleet.running.total()
-    assert isinstance(case.fleet.asked[-1][1], Unload)
+    assert isinstance(case.fleet.asked[-1][1], wire.Unload)
     assert case.fleet.running_epochs == {}  # a device that returns does not keep the worker of a plan that was unloaded
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_stop_drains_running_requests_and_refuses_others(kind: str, tmp_path: Path, graph: GraphFile) -> None:
-    case = Case(kind, tmp_path, graph)
-    async with stopping(case, tmp_path) as (home, running):
+async def test_stop_drains_running_requests_and_refuses_others(kind: str, new_case: NewCase) -> None:
+    case = new_case(kind)
+    async with stopping(case) as (home, running):
         case.fleet.released.clear()
         room = home.kind.capacity(home.controller.deployment)
         asked = [asyncio.create_task(case.ask(home)) for _ in range(room + 1)]
@@ -190,11 +185,9 @@ async def test_stop_drains_running_requests_and_refuses_others(kind: str, tmp_pa
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("twice", [True, False], ids=["second stop request", "after the deadline"])
-async def test_stop_ends_requests_that_exceed_the_drain_timeout(
-    kind: str, twice: bool, tmp_path: Path, graph: GraphFile
-) -> None:
-    case = Case(kind, tmp_path, graph)
-    async with stopping(case, tmp_path, drain_seconds=3600 if twice else 0.01) as (home, _):
+async def test_stop_ends_requests_that_exceed_the_drain_timeout(kind: str, twice: bool, new_case: NewCase) -> None:
+    case = new_case(kind)
+    async with stopping(case, drain_seconds=3600 if twice else 0.01) as (home, _):
         case.fleet.released.clear()
         asked = asyncio.create_task(case.ask(home))
         await home.until(lambda: case.fleet.running.total() == 2)
@@ -207,25 +200,27 @@ async def test_stop_ends_requests_that_exceed_the_drain_timeout(
 
 @pytest.mark.parametrize(("kind", "library"), [("transformer", "torch"), ("graph", "onnxruntime")])
 async def test_agents_import_what_workers_need_while_the_first_plan_is_made(
-    kind: str, library: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    kind: str, library: str, new_case: NewCase
 ) -> None:
-    case = Case(kind, tmp_path, graph)
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal):
+    case = new_case(kind)
+    async with case.serving():
         messages = [each for _, each in case.fleet.asked]
-        pushed = next(index for index, each in enumerate(messages) if isinstance(each, FindMissing) and each.verify)
+        pushed = next(
+            index for index, each in enumerate(messages) if isinstance(each, wire.FindMissing) and each.verify
+        )
         prepared = [
             device
             for device, each in case.fleet.asked[:pushed]
-            if isinstance(each, FindMissing) and each.prepare_worker == library
+            if isinstance(each, wire.FindMissing) and each.prepare_worker == library
         ]
         assert set(prepared) == set(case.fleet.devices)
 
 
 async def test_controller_that_leaves_its_workers_to_another_one_loads_nothing_for_running_requests(
-    tmp_path: Path, graph: GraphFile
+    new_case: NewCase,
 ) -> None:
-    case = Case("transformer", tmp_path, graph)
-    home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
+    case = new_case("transformer")
+    home = ServedController(case.fleet, case.folder, case.goal, None)
     running = asyncio.create_task(home.controller.run())
     await home.until(lambda: home.ready)
     case.fleet.released.clear()
@@ -236,13 +231,17 @@ async def test_controller_that_leaves_its_workers_to_another_one_loads_nothing_f
     running.cancel()
     await asyncio.gather(running, asked, return_exceptions=True)
     await let_tasks_run()
-    assert not [message for _, message in case.fleet.asked[before:] if isinstance(message, FindMissing | Load | Unload)]
+    assert not [
+        message
+        for _, message in case.fleet.asked[before:]
+        if isinstance(message, wire.FindMissing | wire.Load | wire.Unload)
+    ]
     assert home.phases()[-1] == "serving"
 
 
-async def test_stop_before_serving_takes_effect_immediately(tmp_path: Path, graph: GraphFile) -> None:
+async def test_stop_before_serving_takes_effect_immediately(new_case: NewCase, tmp_path: Path) -> None:
     for begun in (True, False):
-        home = ServedController(TransformerFleet(""), tmp_path, Case("transformer", tmp_path, graph).goal, None)
+        home = ServedController(TransformerFleet(""), tmp_path, new_case("transformer").goal, None)
         running = asyncio.create_task(home.controller.run())
         if begun:
             await home.until(lambda home=home: home.controller.lifecycle.phase == "failed")  # there is no device
@@ -252,8 +251,8 @@ async def test_stop_before_serving_takes_effect_immediately(tmp_path: Path, grap
             await home.hidden_states(1, 1.0)
 
 
-async def test_work_that_ends_during_a_stop_is_ignored(tmp_path: Path, graph: GraphFile) -> None:
-    case = Case("transformer", tmp_path, graph)
+async def test_work_that_ends_during_a_stop_is_ignored(new_case: NewCase) -> None:
+    case = new_case("transformer")
     settling, settled = asyncio.Event(), asyncio.Event()
 
     async def settle(*_: float) -> Any:
@@ -261,7 +260,7 @@ async def test_work_that_ends_during_a_stop_is_ignored(tmp_path: Path, graph: Gr
         await settled.wait()
 
     case.fleet.settle = settle  # type: ignore[method-assign]
-    home = ServedController(case.fleet, tmp_path / "state", case.goal, None)
+    home = ServedController(case.fleet, case.folder, case.goal, None)
     running = asyncio.create_task(home.controller.run())
     await settling.wait()
     settled.set()
@@ -280,23 +279,24 @@ class FaultyFleet(TransformerFleet):
     load_error: errors.HearthError | None = None
 
     async def call(
-        self, device_id: str, message: Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
+        self, device_id: str, message: wire.Message, payload: Sequence[Any] = (), timeout_seconds: float = 10.0
     ) -> Reply:
-        if self.cut and isinstance(message, MeasureLink):
+        if self.cut and isinstance(message, wire.MeasureLink):
             raise errors.Unreachable(endpoint="b", seconds=1)
-        if self.cut and isinstance(message, Run) and self.loads[device_id].plan.num_ranks > 1:
+        if self.cut and isinstance(message, wire.Run) and self.loads[device_id].plan.num_ranks > 1:
             rank = self.loads[device_id].rank
             raise errors.StepFailed(device=f"rank {rank}", reason="a tile did not arrive", peer=f"rank {1 - rank}")
-        if self.load_error is not None and isinstance(message, Load) and device_id == "b":
+        if self.load_error is not None and isinstance(message, wire.Load) and device_id == "b":
             raise self.load_error
         return await super().call(device_id, message, payload, timeout_seconds)
 
 
 async def test_home_serves_without_a_pair_of_devices_whose_link_is_cut_and_with_it_once_it_heals(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    new_case: NewCase,
 ) -> None:
-    case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
-    async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+    fleet = FaultyFleet("ab")
+    case = new_case("transformer", fleet=fleet)
+    async with case.serving() as home:
         assert home.names() == "ab"
         fleet.cut = True
         await home.hidden_states(16)
@@ -324,22 +324,24 @@ async def test_home_serves_without_a_pair_of_devices_whose_link_is_cut_and_with_
     ids=lambda error: type(error).__name__,
 )
 async def test_device_that_fails_while_loading_is_left_out_of_the_next_plan(
-    error: errors.HearthError, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    error: errors.HearthError, new_case: NewCase
 ) -> None:
-    case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
+    fleet = FaultyFleet("ab")
+    case = new_case("transformer", fleet=fleet)
     fleet.load_error = error
-    async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+    async with case.serving() as home:
         assert home.names() == "a"
         assert fleet.devices["b"].is_quarantined(loop_time())
 
 
 async def test_model_that_does_not_fit_without_a_quarantined_device_uses_it(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    new_case: NewCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.001)
 
-    case, fleet = Case("transformer", tmp_path, graph), FaultyFleet("ab")
-    async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+    fleet = FaultyFleet("ab")
+    case = new_case("transformer", fleet=fleet)
+    async with case.serving() as home:
         working = home.kind.plan
 
         async def plan(cluster: Any, recovering: bool, held: Any = None) -> Any:
@@ -364,12 +366,10 @@ def operators_of(home: ServedController) -> dict[str, int]:
     }
 
 
-async def test_slower_device_gets_fewer_operators(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case("graph", tmp_path, graph)
+async def test_slower_device_gets_fewer_operators(new_case: NewCase) -> None:
+    case = new_case("graph")
     case.goal = case.goal.model_copy(update={"learn": False})  # learning may find the same plan before
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+    async with case.serving() as home:
         for _ in range(10):
             await case.ask(home)
         share = operators_of(home)
@@ -385,11 +385,9 @@ async def test_slower_device_gets_fewer_operators(
         assert home.count_lines("changing the plan") == 1
 
 
-async def test_new_device_joins_a_graph_without_failing_requests(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case("graph", tmp_path, graph)
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+async def test_new_device_joins_a_graph_without_failing_requests(new_case: NewCase) -> None:
+    case = new_case("graph")
+    async with case.serving() as home:
         there = case.fleet.devices["b"]
         home.kill("b")
         await home.until(lambda: home.ready and home.names() == "a")
@@ -409,15 +407,15 @@ async def test_new_device_joins_a_graph_without_failing_requests(
         assert home.controller.requests.num_failed == 0
         assert home.phases()[-6:] == ["serving", "draining", "pushing", "loading", "warming", "serving"]
         kinds = [type(message) for _, message in case.fleet.asked]
-        assert kinds.index(Unload) < len(kinds) - 1 - kinds[::-1].index(Run)
+        assert kinds.index(wire.Unload) < len(kinds) - 1 - kinds[::-1].index(wire.Run)
 
 
 async def test_requests_run_while_the_links_of_a_new_device_are_measured(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    new_case: NewCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Case("graph", tmp_path, graph)
+    case = new_case("graph")
     new_device = case.fleet.devices.pop("b")
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+    async with case.serving() as home:
         profiler = home.tools.profiler
         measure, begun, released = profiler.measure_links, asyncio.Event(), asyncio.Event()
 
@@ -439,11 +437,9 @@ async def test_requests_run_while_the_links_of_a_new_device_are_measured(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_workers_that_survive_a_loss_go_on_in_the_next_plan(
-    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(kind, tmp_path, graph)
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+async def test_workers_that_survive_a_loss_go_on_in_the_next_plan(kind: str, new_case: NewCase) -> None:
+    case = new_case(kind)
+    async with case.serving() as home:
         lost, already = home.plan, len(case.fleet.asked)
         held: list[Any] = []
         working = home.kind.plan
@@ -457,24 +453,26 @@ async def test_workers_that_survive_a_loss_go_on_in_the_next_plan(
         await home.until(lambda: home.ready and home.plan is not lost)
         assert held == [lost]  # what the survivors' workers hold counts as free
         asked = [message for _, message in case.fleet.asked[already:]]
-        new_load = next(index for index, message in enumerate(asked) if isinstance(message, Load))
-        assert not any(isinstance(message, Unload) for message in asked[:new_load])
-        await home.until(lambda: any(isinstance(message, Unload) for _, message in case.fleet.asked[already:]))
-        unloads = [message for _, message in case.fleet.asked[already:] if isinstance(message, Unload)]
+        new_load = next(index for index, message in enumerate(asked) if isinstance(message, wire.Load))
+        assert not any(isinstance(message, wire.Unload) for message in asked[:new_load])
+        await home.until(lambda: any(isinstance(message, wire.Unload) for _, message in case.fleet.asked[already:]))
+        unloads = [message for _, message in case.fleet.asked[already:] if isinstance(message, wire.Unload)]
         assert {message.epoch for message in unloads} == {lost.epoch}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("during", [FindMissing, Load, ConnectPeers, Run], ids=lambda message: message.__name__)
+@pytest.mark.parametrize(
+    "during", [wire.FindMissing, wire.Load, wire.ConnectPeers, wire.Run], ids=lambda message: message.__name__
+)
 async def test_workers_that_survive_a_loss_during_a_repair_go_on_in_the_plan_after_it(
-    kind: str, during: type[Message], tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    kind: str, during: type[wire.Message], new_case: NewCase
 ) -> None:
-    case = Case(kind, tmp_path, graph, "abc")
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+    case = new_case(kind, "abc")
+    async with case.serving() as home:
         first, already = home.plan, len(case.fleet.asked)
         working = case.fleet.call
 
-        async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
+        async def call(device_id: str, message: wire.Message, *arguments: Any, **options: Any) -> Reply:
             if isinstance(message, during) and device_id == "c" and home.controller.lifecycle.phase != "serving":
                 home.kill("c")
             return await working(device_id, message, *arguments, **options)
@@ -484,17 +482,17 @@ async def test_workers_that_survive_a_loss_during_a_repair_go_on_in_the_plan_aft
         await home.until(lambda: home.ready and home.names() == "a")
         assert "failed" not in home.phases()
         since = [message for _, message in case.fleet.asked[already:]]
-        last_load = max(index for index, message in enumerate(since) if isinstance(message, Load))
-        assert not any(isinstance(message, Unload) for message in since[:last_load])
-        retired = {first.epoch} if during is FindMissing else {first.epoch, first.epoch + 1}
-        await home.until(lambda: {m.epoch for _, m in case.fleet.asked[already:] if isinstance(m, Unload)} == retired)
+        last_load = max(index for index, message in enumerate(since) if isinstance(message, wire.Load))
+        assert not any(isinstance(message, wire.Unload) for message in since[:last_load])
+        retired = {first.epoch} if during is wire.FindMissing else {first.epoch, first.epoch + 1}
+        await home.until(
+            lambda: {m.epoch for _, m in case.fleet.asked[already:] if isinstance(m, wire.Unload)} == retired
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
-    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
+async def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(kind: str, new_case: NewCase) -> None:
+    async with prepared_home(new_case(kind, "abc")) as (case, home):
         lost = home.plan.devices[-1].name
         assert home.count_lines("planned by") == (kind == "graph")  # not for the plans made ahead
         already = len(case.fleet.asked)
@@ -502,8 +500,8 @@ async def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
         await home.until(lambda: home.ready and lost not in home.names())
         assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
         since = [message for _, message in case.fleet.asked[already:]]
-        first_load = next(index for index, message in enumerate(since) if isinstance(message, Load))
-        asked = [message for message in since[:first_load] if isinstance(message, FindMissing)]
+        first_load = next(index for index, message in enumerate(since) if isinstance(message, wire.Load))
+        asked = [message for message in since[:first_load] if isinstance(message, wire.FindMissing)]
         assert all(message.read_ahead for message in asked)  # the chunks are known to be there
         assert home.count_lines("the plan that was made ahead for this loss is loaded") == 1
         await case.ask(home)
@@ -511,9 +509,9 @@ async def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_plan_that_was_made_ahead_for_one_end_of_a_link_is_deployed_at_once_when_the_link_is_cut(
-    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    kind: str, new_case: NewCase
 ) -> None:
-    async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
+    async with prepared_home(new_case(kind, "abc")) as (case, home):
         one, other = home.plan.devices[0].name, home.plan.devices[1].name
         home.tools.profiler.link_is_cut(one, other)
         home.controller.lose_deployment(errors.LinkLost(device=one, peer=other, reason="they cannot connect"))
@@ -524,19 +522,20 @@ async def test_plan_that_was_made_ahead_for_one_end_of_a_link_is_deployed_at_onc
 
 
 async def test_request_whose_step_failed_goes_on_when_the_plan_is_lost_during_the_check_of_its_link(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    new_case: NewCase,
 ) -> None:
     class HangingFleet(FaultyFleet):
         checks = 0
 
-        async def call(self, device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
-            if self.cut and isinstance(message, MeasureLink):
+        async def call(self, device_id: str, message: wire.Message, *arguments: Any, **options: Any) -> Reply:
+            if self.cut and isinstance(message, wire.MeasureLink):
                 self.checks += 1
                 await asyncio.sleep(60)
             return await super().call(device_id, message, *arguments, **options)
 
-    case, fleet = Case("transformer", tmp_path, graph), HangingFleet("ab")
-    async with serving(monkeypatch, fleet, tmp_path / "state", case.goal) as home:
+    fleet = HangingFleet("ab")
+    case = new_case("transformer", fleet=fleet)
+    async with case.serving() as home:
         fleet.cut = True
         asking = asyncio.create_task(home.hidden_states(16))
         await home.until(lambda: fleet.checks)
@@ -546,20 +545,20 @@ async def test_request_whose_step_failed_goes_on_when_the_plan_is_lost_during_th
         assert len(home.names()) == 1
 
 
+@prepares_at_once
 async def test_chunks_that_were_sent_ahead_are_read_into_memory_ahead(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    new_case: NewCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepare_at_once(monkeypatch)
     monkeypatch.setattr(preparer, "_READ_AHEAD_EVERY_SECONDS", 0.05)
 
-    case = Case("transformer", tmp_path, graph, "abc")
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+    case = new_case("transformer", "abc")
+    async with case.serving() as home:
         await home.until(lambda: "; spare weights: " in home.controller.redundancy)
         assert all(each.is_prepared for each in home.controller.losses)
         assert all(each.spare_bytes > 0 and each.missing_bytes == 0 for each in home.controller.losses)
 
         def read_ahead() -> list[tuple[str, tuple[str, ...]]]:
-            asked = [(device, each) for device, each in case.fleet.asked if isinstance(each, FindMissing)]
+            asked = [(device, each) for device, each in case.fleet.asked if isinstance(each, wire.FindMissing)]
             assert all((each.prepare_worker is not None) is each.read_ahead for _, each in asked if each.hashes)
             return [(device, each.hashes) for device, each in asked if each.read_ahead]
 
@@ -571,16 +570,13 @@ async def test_chunks_that_were_sent_ahead_are_read_into_memory_ahead(
         await home.until(lambda: len(read_ahead()) >= 2 * len(first))  # other programs displace them
 
 
-async def test_chunks_that_are_sent_ahead_do_not_fill_a_small_disk(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare_at_once(monkeypatch)
-
-    case = Case("transformer", tmp_path, graph, "abc")
+@prepares_at_once
+async def test_chunks_that_are_sent_ahead_do_not_fill_a_small_disk(new_case: NewCase) -> None:
+    case = new_case("transformer", "abc")
     for name, known in case.fleet.devices.items():
         small = known.telemetry.model_copy(update={"disk_free_bytes": 1000})
         case.fleet.devices[name] = replace(known, telemetry=small)
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+    async with case.serving() as home:
         stored = {name: set(hashes) for name, hashes in case.fleet.stored.items()}
         await home.until(lambda: home.controller.redundancy.startswith("cannot lose"))
         assert " would have to store " in home.controller.redundancy
@@ -591,27 +587,22 @@ async def test_chunks_that_are_sent_ahead_do_not_fill_a_small_disk(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_device_whose_store_has_no_room_gets_no_weights_and_the_log_says_so(
-    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(kind, tmp_path, graph, "abc")
+async def test_device_whose_store_has_no_room_gets_no_weights_and_the_log_says_so(kind: str, new_case: NewCase) -> None:
+    case = new_case(kind, "abc")
     known = case.fleet.devices["b"]
     full = known.telemetry.model_copy(update={"store_room_bytes": 0})
     case.fleet.devices["b"] = replace(known, telemetry=full)
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+    async with case.serving() as home:
         assert home.names() == "ac"
         assert home.count_lines("the store of b has room for 0 B of the ") == 1
         assert not case.fleet.stored["b"]
 
 
+@prepares_at_once
 @pytest.mark.parametrize("kind", KINDS)
-async def test_plans_are_made_ahead_while_requests_never_stop(
-    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare_at_once(monkeypatch)
-
-    case = Case(kind, tmp_path, graph, "abc")
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+async def test_plans_are_made_ahead_while_requests_never_stop(kind: str, new_case: NewCase) -> None:
+    case = new_case(kind, "abc")
+    async with case.serving() as home:
         case.fleet.released.clear()  # no request ends, and others wait
         room = home.kind.capacity(home.controller.deployment)
         asked = [asyncio.create_task(case.ask(home, 60.0)) for _ in range(room + 3)]
@@ -623,9 +614,9 @@ async def test_plans_are_made_ahead_while_requests_never_stop(
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_worker_that_died_starts_again_in_the_same_plan_and_the_second_one_is_left_out(
-    kind: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
+    kind: str, new_case: NewCase
 ) -> None:
-    async with prepared_home(kind, tmp_path, graph, monkeypatch) as (case, home):
+    async with prepared_home(new_case(kind, "abc")) as (case, home):
         # Pauses are predicted with what is read ahead.
         await home.until(lambda: "on disk" in home.controller.redundancy)
         plan, losses = home.plan, home.controller.losses
@@ -645,25 +636,21 @@ async def test_worker_that_died_starts_again_in_the_same_plan_and_the_second_one
         assert home.phases()[-5:] == ["settling", "pushing", "loading", "warming", "serving"]
 
 
-async def test_log_says_why_no_plan_made_ahead_was_used(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case("transformer", tmp_path, graph, "abc")
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+async def test_log_says_why_no_plan_made_ahead_was_used(new_case: NewCase) -> None:
+    case = new_case("transformer", "abc")
+    async with case.serving() as home:
         await case.ask(home)
         home.kill("b")
         await home.until(lambda: home.ready and home.names() == "ac")
         assert home.count_lines("made ahead can be used: the one for the loss of b was not ready yet") == 1
 
 
-async def test_chunks_that_were_sent_ahead_and_evicted_are_sent_again(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with prepared_home("transformer", tmp_path, graph, monkeypatch) as (case, home):
+async def test_chunks_that_were_sent_ahead_and_evicted_are_sent_again(new_case: NewCase) -> None:
+    async with prepared_home(new_case("transformer", "abc")) as (case, home):
         already, working = len(case.fleet.asked), case.fleet.call
 
-        async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
-            if isinstance(message, Load) and not set(message.parts.hashes) <= case.fleet.stored[device_id]:
+        async def call(device_id: str, message: wire.Message, *arguments: Any, **options: Any) -> Reply:
+            if isinstance(message, wire.Load) and not set(message.parts.hashes) <= case.fleet.stored[device_id]:
                 raise errors.ChunkMissing(chunk="0", device=device_id)
             return await working(device_id, message, *arguments, **options)
 
@@ -672,12 +659,12 @@ async def test_chunks_that_were_sent_ahead_and_evicted_are_sent_again(
         home.kill("b")
         await home.until(lambda: home.ready and "b" not in home.names())
         assert "failed" not in home.phases()
-        assert any(isinstance(message, PutChunk | FetchChunks) for _, message in case.fleet.asked[already:])
+        assert any(isinstance(message, wire.PutChunk | wire.FetchChunks) for _, message in case.fleet.asked[already:])
 
 
-async def test_history_is_described(tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("transformer", tmp_path, graph)
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal) as home:
+async def test_history_is_described(new_case: NewCase) -> None:
+    case = new_case("transformer")
+    async with case.serving() as home:
         home.now = 7.0
         home.kill("b")
         await home.until(lambda: home.ready)
@@ -693,23 +680,21 @@ async def test_history_is_described(tmp_path: Path, graph: GraphFile, monkeypatc
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("missing", ["", "b"])
-async def test_running_workers_are_taken_over_if_all_of_them_run(
-    kind: str, missing: str, tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    case = Case(kind, tmp_path, graph)
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal, settle_seconds=0) as home:
+async def test_running_workers_are_taken_over_if_all_of_them_run(kind: str, missing: str, new_case: NewCase) -> None:
+    case = new_case(kind)
+    async with case.serving(settle_seconds=0) as home:
         await case.ask(home)
         running = home.plan
     steps = {}
     for rank, device in enumerate(running.devices):
         steps[device.name] = 40 + rank
-        worker = RunningWorker(epoch=running.epoch, plan_hash=plan_hash(running), rank=rank, last_step=40 + rank)
+        worker = wire.RunningWorker(epoch=running.epoch, plan_hash=plan_hash(running), rank=rank, last_step=40 + rank)
         if device.name != missing:
             case.fleet.devices[device.name] = replace(
                 case.fleet.devices[device.name], taken_over={DEFAULT_DEPLOYMENT: worker}
             )
     case.fleet.asked.clear()
-    async with serving(monkeypatch, case.fleet, tmp_path / "state", case.goal, running=running) as home:
+    async with case.serving(running=running) as home:
         await case.ask(home)
         sent = [message for _, message in case.fleet.asked]
         if missing in {device.name for device in running.devices}:
@@ -718,7 +703,7 @@ async def test_running_workers_are_taken_over_if_all_of_them_run(
         else:
             assert home.phases() == ["adopting", "warming", "serving"]
             assert home.plan == running
-            assert not any(isinstance(message, Load | ConnectPeers | PutChunk) for message in sent)
-            assert min(message.step for message in sent if isinstance(message, Run)) > max(steps.values())
+            assert not any(isinstance(message, wire.Load | wire.ConnectPeers | wire.PutChunk) for message in sent)
+            assert min(message.step for message in sent if isinstance(message, wire.Run)) > max(steps.values())
             await home.until(lambda: home.controller.deployment.parts)
             assert len(home.controller.deployment.parts) == running.num_ranks  # so these chunks are not spare

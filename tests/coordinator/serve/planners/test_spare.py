@@ -165,7 +165,7 @@ def test_death_of_the_coordinator_leaves_no_process() -> None:
 
 async def test_serving_keeps_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")), strategy="hmp")
-    async with serving(monkeypatch, TransformerFleet("ab"), tmp_path / "state", goal) as home:
+    async with serving(TransformerFleet("ab"), tmp_path / "state", goal) as home:
         with monkeypatch.context() as patch:  # its end comes before that of `serving`, which patches this, too
             patch.setattr(spare, "start_planner", start_planner)  # `serving` starts none
             home.tools.spare_planners.replace("transformer")  # as after a plan: only what is kept is replaced

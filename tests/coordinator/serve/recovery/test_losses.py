@@ -21,12 +21,10 @@ from hearth.wire.rpc import Reply
 
 
 @asynccontextmanager
-async def serving_under_load(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, fleet: TransformerFleet
-) -> AsyncIterator[ServedController]:
+async def serving_under_load(folder: Path, fleet: TransformerFleet) -> AsyncIterator[ServedController]:
     """A home with three clients, none of whose requests may fail."""
     goal = TransformerGoal(model_dir=str(write_model(folder / "model")), strategy="hmp")
-    async with serving(monkeypatch, fleet, folder / "state", goal) as home:
+    async with serving(fleet, folder / "state", goal) as home:
         ended = False
 
         async def ask() -> int:
@@ -59,9 +57,9 @@ async def until_used(home: ServedController, names: str) -> None:
 @pytest.mark.parametrize("during", [Load, ConnectPeers, Run], ids=lambda message: message.__name__)
 @pytest.mark.parametrize("lost", ["b", "c"], ids=["device of both plans", "device of the new plan"])
 async def test_loss_while_a_better_plan_is_loaded_fails_no_request(
-    during: type[Message], lost: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    during: type[Message], lost: str, tmp_path: Path
 ) -> None:
-    async with serving_under_load(tmp_path, monkeypatch, TransformerFleet("ab")) as home:
+    async with serving_under_load(tmp_path, TransformerFleet("ab")) as home:
         working, begun = home.fleet.call, False
 
         async def call(device_id: str, message: Message, *arguments: Any, **options: Any) -> Reply:
@@ -80,10 +78,8 @@ async def test_loss_while_a_better_plan_is_loaded_fails_no_request(
         assert "failed" not in home.phases()
 
 
-async def test_home_serves_on_its_last_device_and_takes_all_others_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving_under_load(tmp_path, monkeypatch, TransformerFleet("abc")) as home:
+async def test_home_serves_on_its_last_device_and_takes_all_others_back(tmp_path: Path) -> None:
+    async with serving_under_load(tmp_path, TransformerFleet("abc")) as home:
         there = dict(home.fleet.devices)
         for lost, left in (("c", "ab"), ("a", "b")):
             home.kill(lost)
@@ -112,11 +108,9 @@ class RottingFleet(TransformerFleet):
         return await super().call(device_id, message, *arguments, **options)
 
 
-async def test_all_damaged_chunks_of_a_device_are_replaced_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_all_damaged_chunks_of_a_device_are_replaced_at_once(tmp_path: Path) -> None:
     fleet = RottingFleet("ab")
-    async with serving_under_load(tmp_path, monkeypatch, fleet) as home:
+    async with serving_under_load(tmp_path, fleet) as home:
         rotten = set(fleet.loads["b"].parts.hashes)
         assert len(rotten) > 3
         fleet.damaged["b"] = set(rotten)

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -45,16 +46,16 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> GraphFile:
 
 @asynccontextmanager
 async def measured_home(
-    folder: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch, slow: str = "", tardy: str = "", **goal: Any
+    folder: Path, graph: GraphFile, slow: str = "", tardy: str = "", **goal: Any
 ) -> AsyncIterator[ServedController]:
-    monkeypatch.setattr(calibrated, "_POLL_SECONDS", 0.002)
     fleet = SleepingFleet("abc", graph)
     fleet.tardy = tardy
     if slow:
         fleet.slow[slow] = 3.0
     wishes = GraphGoal.model_validate({"model_file": str(graph.path), "strategy": "heft", **goal})
-    async with serving(monkeypatch, fleet, folder / "state", wishes, queue_limit=5) as home:
-        yield home
+    with mock.patch.object(calibrated, "_POLL_SECONDS", 0.002):
+        async with serving(fleet, folder / "state", wishes, queue_limit=5) as home:
+            yield home
 
 
 async def ask(home: ServedController, count: int = 1) -> None:
@@ -68,10 +69,8 @@ def saved(folder: Path) -> Measurements:
     return Measurements(path, SPEC, lambda device: 1.0)
 
 
-async def test_device_that_is_slower_than_profiled_gets_less_work(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with measured_home(tmp_path, graph, monkeypatch, slow="a", tardy="a") as home:
+async def test_device_that_is_slower_than_profiled_gets_less_work(tmp_path: Path, graph: GraphFile) -> None:
+    async with measured_home(tmp_path, graph, slow="a", tardy="a") as home:
         assert "a" in home.names()
         await home.until_replanned(lambda: ask(home))
         assert "a" not in home.names()
@@ -82,14 +81,12 @@ async def test_device_that_is_slower_than_profiled_gets_less_work(
     factors = saved(tmp_path).calibration.device_factors()
     assert factors["a"] == pytest.approx(3.0, rel=0.05)
     # After a restart, the first plan knows the slow device.
-    async with measured_home(tmp_path, graph, monkeypatch, slow="a") as home:
+    async with measured_home(tmp_path, graph, slow="a") as home:
         assert "a" not in home.names()
 
 
-async def test_change_that_makes_requests_slower_is_taken_back(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with measured_home(tmp_path, graph, monkeypatch, slow="a") as home:
+async def test_change_that_makes_requests_slower_is_taken_back(tmp_path: Path, graph: GraphFile) -> None:
+    async with measured_home(tmp_path, graph, slow="a") as home:
         before = home.plan
         home.fleet.tardy = "c"
         await home.until_replanned(lambda: ask(home))
@@ -101,10 +98,8 @@ async def test_change_that_makes_requests_slower_is_taken_back(
         assert home.plan.body == before.body
 
 
-async def test_without_calibration_nothing_is_measured(
-    tmp_path: Path, graph: GraphFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with measured_home(tmp_path, graph, monkeypatch, slow="a", learn=False) as home:
+async def test_without_calibration_nothing_is_measured(tmp_path: Path, graph: GraphFile) -> None:
+    async with measured_home(tmp_path, graph, slow="a", learn=False) as home:
         await ask(home, 15)
     assert not (tmp_path / "state" / FOLDER).exists()
 

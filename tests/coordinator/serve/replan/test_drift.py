@@ -252,10 +252,10 @@ def transformers(folder: Path, **wishes: Any) -> TransformerGoal:
 
 @asynccontextmanager
 async def serving_transformer(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, names: str = "ab", plan: Plan | None = None, **goal: Any
+    folder: Path, names: str = "ab", plan: Plan | None = None, **goal: Any
 ) -> AsyncIterator[ServedController]:
     fleet = TransformerFleet(names)
-    async with serving(monkeypatch, fleet, folder / "state", transformers(folder, **goal), plan) as home:
+    async with serving(fleet, folder / "state", transformers(folder, **goal), plan) as home:
         yield home
         assert home.controller.requests.num_failed == 0
 
@@ -266,8 +266,8 @@ async def ask(home: ServedController, count: int) -> None:
         assert (await home.hidden_states(16)).shape == (16, 24)
 
 
-async def test_slower_device_gets_a_smaller_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving_transformer(tmp_path, monkeypatch) as home:
+async def test_slower_device_gets_a_smaller_share(tmp_path: Path) -> None:
+    async with serving_transformer(tmp_path) as home:
         await ask(home, 10)
         home.fleet.slow["a"] = 8.0
         await home.until_replanned(lambda: ask(home, 1))
@@ -282,8 +282,8 @@ async def test_slower_device_gets_a_smaller_share(tmp_path: Path, monkeypatch: p
         assert home.count_lines("changing the plan") == 1
 
 
-async def test_device_left_out_as_slow_is_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving_transformer(tmp_path, monkeypatch, strategy="auto") as home:
+async def test_device_left_out_as_slow_is_measured_again(tmp_path: Path) -> None:
+    async with serving_transformer(tmp_path, strategy="auto") as home:
         assert home.names() == "ab"
         await ask(home, 10)
         home.fleet.slow["a"] = 1000.0
@@ -324,7 +324,7 @@ async def test_plan_from_the_profile_of_an_equal_device_is_replaced_once_it_is_m
 
     monkeypatch.setattr(fleet, "call", call)
 
-    async with serving(monkeypatch, fleet, tmp_path / "state", transformers(tmp_path), provisional=True) as home:
+    async with serving(fleet, tmp_path / "state", transformers(tmp_path), provisional=True) as home:
         assert home.plan.body.heads in ((1, 2), (2, 1))  # as for equal devices
         await ask(home, 1)
         await home.until(lambda: home.plan.epoch == 2 and home.ready)
@@ -347,7 +347,7 @@ async def test_measurement_that_a_request_disturbs_is_not_kept(tmp_path: Path, m
 
     monkeypatch.setattr(fleet, "call", call)
 
-    async with serving(monkeypatch, fleet, tmp_path / "state", transformers(tmp_path), provisional=True) as home:
+    async with serving(fleet, tmp_path / "state", transformers(tmp_path), provisional=True) as home:
         await home.until(lambda: profiled == ["a", "a", "b"])  # a was probed first
         await ask(home, 1)
         released.set()
@@ -359,10 +359,8 @@ async def test_measurement_that_a_request_disturbs_is_not_kept(tmp_path: Path, m
         assert profiled == ["a", "a", "b", "b"]
 
 
-async def test_drifted_links_are_measured_again_and_the_best_plan_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving_transformer(tmp_path, monkeypatch) as home:
+async def test_drifted_links_are_measured_again_and_the_best_plan_stays(tmp_path: Path) -> None:
+    async with serving_transformer(tmp_path) as home:
         await ask(home, 10)
         before = home.plan
         home.fleet.link_factor = 2.0
@@ -380,8 +378,8 @@ async def test_drifted_links_are_measured_again_and_the_best_plan_stays(
         assert home.plan is before
 
 
-async def test_returning_device_joins_without_failing_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving_transformer(tmp_path, monkeypatch) as home:
+async def test_returning_device_joins_without_failing_requests(tmp_path: Path) -> None:
+    async with serving_transformer(tmp_path) as home:
         there = home.fleet.devices["b"]
         home.kill("b")
         await home.until(lambda: home.names() == "a" and home.ready)
@@ -400,8 +398,8 @@ async def test_returning_device_joins_without_failing_requests(tmp_path: Path, m
         assert not home.count_lines("trying again")
 
 
-async def test_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving_transformer(tmp_path, monkeypatch, exclude=("c",)) as home:
+async def test_excluded_device_does_not_join(tmp_path: Path) -> None:
+    async with serving_transformer(tmp_path, exclude=("c",)) as home:
         home.fleet.add("c")
         await home.wait_for_replanner()
         home.now += MIN_PRESENCE_SECONDS
@@ -409,10 +407,10 @@ async def test_excluded_device_does_not_join(tmp_path: Path, monkeypatch: pytest
         assert home.names() == "ab"
 
 
-async def test_given_plan_is_kept_when_devices_join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving_transformer(tmp_path / "free", monkeypatch, "a") as free:
+async def test_given_plan_is_kept_when_devices_join(tmp_path: Path) -> None:
+    async with serving_transformer(tmp_path / "free", "a") as free:
         plan = free.plan
-        async with serving_transformer(tmp_path / "kept", monkeypatch, "a", plan, keep_plan=True) as kept:
+        async with serving_transformer(tmp_path / "kept", "a", plan, keep_plan=True) as kept:
             # the harness without a given plan shows how long joining takes
             for name, members in (("b", "ab"), ("c", "abc")):
                 for home in (free, kept):
@@ -424,13 +422,13 @@ async def test_given_plan_is_kept_when_devices_join(tmp_path: Path, monkeypatch:
             assert kept.plan == plan
 
 
-async def test_limits_apply_and_unknown_names_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_limits_apply_and_unknown_names_are_reported(tmp_path: Path) -> None:
     limits = tuple(parse_limit(text) for text in ("a=1GiB", "b=50%", "c=2GiB", "cellar=1GiB"))
 
     def budgets(home: ServedController) -> dict[str, int]:
         return {device.name: device.budget_bytes >> 30 for device in home.plan.devices}  # type: ignore[union-attr]
 
-    async with serving_transformer(tmp_path, monkeypatch, limits=limits) as home:
+    async with serving_transformer(tmp_path, limits=limits) as home:
         assert budgets(home) == {"a": 1, "b": 4}
         assert home.count_lines("no device here is called cellar yet") == 1
         home.fleet.add("c")
@@ -440,9 +438,9 @@ async def test_limits_apply_and_unknown_names_are_reported(tmp_path: Path, monke
         assert budgets(home) == {"a": 1, "b": 4, "c": 2}  # half of what is offered, not half of the limited budget
 
 
-def test_given_plan_that_exceeds_a_limit_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_given_plan_that_exceeds_a_limit_is_rejected(tmp_path: Path) -> None:
     async def main(plan: TransformerPlan | None, **goal: Any) -> tuple[TransformerPlan | None, int]:
-        async with serving_transformer(tmp_path, monkeypatch, plan=plan, **goal) as home:
+        async with serving_transformer(tmp_path, plan=plan, **goal) as home:
             return home.plan, home.count_lines("the saved plan is not used: a ")
 
     given, _ = asyncio.run(main(None))
@@ -456,10 +454,8 @@ def test_given_plan_that_exceeds_a_limit_is_rejected(tmp_path: Path, monkeypatch
         assert num_refusals == refused
 
 
-async def test_device_that_cannot_be_measured_does_not_disturb_serving(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with serving_transformer(tmp_path, monkeypatch) as home:
+async def test_device_that_cannot_be_measured_does_not_disturb_serving(tmp_path: Path) -> None:
+    async with serving_transformer(tmp_path) as home:
         working = home.fleet.call
 
         async def call(device_id: str, message: wire.Message, *rest: Any, **named: Any) -> Reply:
@@ -480,9 +476,9 @@ async def test_device_that_cannot_be_measured_does_not_disturb_serving(
 
 @pytest.mark.parametrize(("budget", "chosen"), [(0.2, "int8"), (0.01, "bf16"), (0.005, "fp16"), (1e-4, "exact")])
 async def test_fastest_format_within_the_budget_is_measured_and_used(
-    budget: float, chosen: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    budget: float, chosen: str, tmp_path: Path
 ) -> None:
-    async with serving_transformer(tmp_path, monkeypatch, accuracy_budget=budget) as home:
+    async with serving_transformer(tmp_path, accuracy_budget=budget) as home:
         await ask(home, 1)  # served immediately, in the exact format
         await home.until(lambda: home.count_lines(f"activations travel as {chosen} "))
         home.fleet.asked.clear()
@@ -492,19 +488,19 @@ async def test_fastest_format_within_the_budget_is_measured_and_used(
         assert not home.count_lines("the plan stays")  # a faster format is no drift
 
 
-async def test_nothing_is_calibrated_without_a_budget_or_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving_transformer(tmp_path / "plain", monkeypatch) as home:
+async def test_nothing_is_calibrated_without_a_budget_or_links(tmp_path: Path) -> None:
+    async with serving_transformer(tmp_path / "plain") as home:
         await ask(home, 2)
         values = {message.values for _, message in home.fleet.asked if isinstance(message, wire.Run)}
         assert values == {None}
-    async with serving_transformer(tmp_path / "alone", monkeypatch, names="a", accuracy_budget=0.1) as home:
+    async with serving_transformer(tmp_path / "alone", names="a", accuracy_budget=0.1) as home:
         await ask(home, 2)
         await home.wait_for_replanner()
         assert not home.count_lines("activations")
 
 
-async def test_messages_of_a_plan_change_are_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with serving_transformer(tmp_path, monkeypatch) as home:
+async def test_messages_of_a_plan_change_are_in_order(tmp_path: Path) -> None:
+    async with serving_transformer(tmp_path) as home:
         await ask(home, 10)
         home.fleet.slow["a"] = 8.0
         before = home.plan
