@@ -207,19 +207,15 @@ def test_home_with_a_standby_takes_faults_of_coordinators_only() -> None:
 # ---- idle cost ----------------------------------------------------------------------------------------
 
 
-def census(seconds: float = 0.0, cpu_seconds: float = 0.0, memory: int = 100 << 20, **fields: Any) -> Census:
+def census(seconds: float, cpu_seconds: float) -> Census:
     def process(device: str, role: str, pid: int) -> dict[str, Any]:
         return {
-            "device": device, "role": role, "pid": pid, "cpu_seconds": cpu_seconds, "resident_bytes": memory,
-            "proportional_bytes": memory // 2, "descriptors": 30, "threads": 4,
+            "device": device, "role": role, "pid": pid, "cpu_seconds": cpu_seconds, "proportional_bytes": 50 << 20,
         }  # fmt: skip
 
     processes = [process("hub", "hearth serve", 1), process("m0", "hearth-agent", 2), process("m1", "hearth-agent", 3)]
-    values = {
-        "seconds": seconds, "processes": processes, "sockets": 20, "store_bytes": 1000, "state_bytes": 10,
-        "sent_bytes": {"m0": 0, "m1": 0},
-    }  # fmt: skip
-    return Census.model_validate({**values, **fields})
+    sent = {"m0": 0, "m1": 0}
+    return Census.model_validate({"seconds": seconds, "processes": processes, "store_bytes": 1000, "sent_bytes": sent})
 
 
 @pytest.mark.parametrize(

@@ -28,10 +28,7 @@ class ProcessUse(Record):
     role: str
     pid: int
     cpu_seconds: float  # since its start
-    resident_bytes: int
-    proportional_bytes: int  # resident, with its part of pages that processes share
-    descriptors: int
-    threads: int
+    proportional_bytes: int  # resident memory, with its part of pages that processes share
 
 
 class Census(Record):
@@ -39,18 +36,11 @@ class Census(Record):
 
     seconds: float  # monotonic
     processes: tuple[ProcessUse, ...]
-    sockets: int  # open TCP connections, each end counted
     store_bytes: int  # of all agents
-    state_bytes: int  # of all agents and coordinators
     sent_bytes: dict[str, int]  # by device, since the testbed's start
 
-    def of_role(self, role: str, figure: Callable[[ProcessUse], float]) -> list[float]:
-        """A figure of each process with this role."""
-        return [figure(process) for process in self.processes if process.role == role]
-
-    @property
-    def roles(self) -> list[str]:
-        return sorted({process.role for process in self.processes})
+    def of_role(self, role: str) -> list[ProcessUse]:
+        return [process for process in self.processes if process.role == role]
 
 
 class IdleRow(Record):
@@ -68,7 +58,7 @@ class IdleRow(Record):
     def cpu_seconds(self, role: str) -> float:
         """CPU seconds per minute of the processes with a role, in the mean."""
         earlier = {process.pid: process.cpu_seconds for process in self.before.processes}
-        used = [p.cpu_seconds - earlier[p.pid] for p in self.after.processes if p.role == role and p.pid in earlier]
+        used = [use.cpu_seconds - earlier[use.pid] for use in self.after.of_role(role) if use.pid in earlier]
         return statistics.mean(used) / self.minutes if used else 0.0
 
 
@@ -100,31 +90,21 @@ class IdleCost(Experiment):
 
 def _tables(row: IdleRow) -> Iterator[Table]:
     after = row.after
-
-    def most(form: Callable[[float], str], figure: Callable[[ProcessUse], float]) -> Callable[[str], str]:
-        return lambda role: form(max(after.of_role(role, figure)))
-
     columns: Mapping[str, Callable[[str], object]] = {
         "program": lambda role: role,
-        "processes": lambda role: len(after.of_role(role, lambda process: 1)),
+        "processes": lambda role: len(after.of_role(role)),
         "CPU seconds a minute, mean": lambda role: f"{row.cpu_seconds(role):.2f} s",
-        "resident, most": most(format_bytes, lambda process: process.resident_bytes),
-        "proportional, most": most(format_bytes, lambda process: process.proportional_bytes),
-        "descriptors, most": most("{:.0f}".format, lambda process: process.descriptors),
-        "threads, most": most("{:.0f}".format, lambda process: process.threads),
+        "memory (PSS), most": lambda role: format_bytes(max(use.proportional_bytes for use in after.of_role(role))),
     }
-    yield Table.of_columns(f"Idle home that serves the model of: {row.load}", columns, after.roles)
+    roles = sorted({process.role for process in after.processes})
+    yield Table.of_columns(f"Idle home that serves the model of: {row.load}", columns, roles)
+    sent = {name: (num - row.before.sent_bytes[name]) / row.minutes for name, num in after.sent_bytes.items()}
     figures = [
-        *(
-            (f"sent by {name} in a minute", format_bytes((num - row.before.sent_bytes[name]) / row.minutes))
-            for name, num in after.sent_bytes.items()
-        ),
+        *((f"sent by {name} in a minute", format_bytes(num)) for name, num in sent.items()),
         (
             "stores, all devices",
             f"{format_bytes(after.store_bytes)} ({after.store_bytes / max(row.model_bytes, 1):.2f} x the model)",
         ),
-        ("state, all devices", format_bytes(after.state_bytes)),
-        ("TCP connections, each end", str(after.sockets)),
     ]
     yield Table.of(f"Idle home, {row.load}: traffic and disk", ("figure", "measured"), figures)
 
@@ -136,13 +116,10 @@ def take_census(testbed: Testbed, seconds: float) -> Census:
     """Count a testbed's processes, except those of the benchmark. A process that ends meanwhile is left out."""
     names = [device.name for device in testbed.scenario.devices]
     found = [_use_of(name, pid) for name in names for pid in testbed.pids(name)]
-    states = [testbed.folder / "coordinator", *(testbed.folder / name / "state" for name in names)]
     return Census(
         seconds=seconds,
         processes=tuple(process for process in found if process is not None),
-        sockets=sum(testbed.network.num_connections(name) for name in names),
         store_bytes=sum(_num_bytes(testbed.folder / name / "store") for name in names),
-        state_bytes=sum(map(_num_bytes, states)),
         sent_bytes={name: testbed.network.sent_bytes(name) for name in names},
     )
 
@@ -153,11 +130,14 @@ def _use_of(device: str, pid: int) -> ProcessUse | None:
         role = role_of(process.cmdline())
         if not role:
             return None
-        memory, times = process.memory_full_info(), process.cpu_times()
+        cpu_seconds = sum(process.cpu_times()[:2])
         return ProcessUse(
-            device=device, role=role, pid=pid, cpu_seconds=times.user + times.system, resident_bytes=memory.rss,
-            proportional_bytes=memory.pss, descriptors=process.num_fds(), threads=process.num_threads(),
-        )  # fmt: skip
+            device=device,
+            role=role,
+            pid=pid,
+            cpu_seconds=cpu_seconds,
+            proportional_bytes=process.memory_full_info().pss,
+        )
     except psutil.NoSuchProcess:
         return None
 

@@ -145,10 +145,6 @@ class Network:
         own, peer = connection
         self._sockets(device, "-HKtn", "src", own, "dst", peer)
 
-    def num_connections(self, device: str) -> int:
-        """Number of a device's open TCP connections."""
-        return len(self._sockets(device, "-Htn").splitlines())
-
     def sent_bytes(self, device: str) -> int:
         """Bytes that a device has sent since the network was created."""
         (link,) = json.loads(_run("ip", "-n", self.namespace(device), "-s", "-json", "link", "show", "eth0"))
