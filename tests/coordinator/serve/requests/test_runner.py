@@ -65,192 +65,163 @@ class Home:
         await asyncio.sleep(0)
 
 
-def scenario(main: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(main(), LIMIT_SECONDS))
+async def test_requests_of_a_lost_plan_run_first_on_the_next_in_their_order() -> None:
+    home = Home(capacity=3, queue_limit=1)
+    asked = [home.ask(name) for name in "abcd"]
+    await let_tasks_run()
+    for name in "cba":
+        await home.end(name, LOST)
+    assert home.requests.admission.num_waiting == 4  # those that return are never refused
+    home.began.clear()
+    home.deploy(2)
+    await let_tasks_run()
+    assert home.began == [("a", 2), ("b", 2), ("c", 2)]
+    for name in "abcd":
+        await home.end(name)
+    assert [(await reply).payload for reply in asked] == [["a"], ["b"], ["c"], ["d"]]
+    assert (home.requests.num_failed, home.requests.num_served) == (0, 4)
 
 
-def test_requests_of_a_lost_plan_run_first_on_the_next_in_their_order() -> None:
-    async def main() -> None:
-        home = Home(capacity=3, queue_limit=1)
-        asked = [home.ask(name) for name in "abcd"]
-        await let_tasks_run()
-        for name in "cba":
-            await home.end(name, LOST)
-        assert home.requests.admission.num_waiting == 4  # those that return are never refused
-        home.began.clear()
-        home.deploy(2)
-        await let_tasks_run()
-        assert home.began == [("a", 2), ("b", 2), ("c", 2)]
-        for name in "abcd":
-            await home.end(name)
-        assert [(await reply).payload for reply in asked] == [["a"], ["b"], ["c"], ["d"]]
-        assert (home.requests.num_failed, home.requests.num_served) == (0, 4)
-
-    scenario(main)
+async def test_request_waits_for_the_next_plan_only_until_its_own_deadline() -> None:
+    home = Home()
+    asked = home.ask("a", timeout_seconds=0.05)
+    await let_tasks_run()
+    await home.end("a", LOST)
+    with pytest.raises(errors.NotServing, match="planning"):
+        await asked
+    home.deploy(2)
+    asked = home.ask("b", timeout_seconds=0.05)
+    with pytest.raises(errors.DeadlineExceeded):
+        await asked
+    assert home.requests.admission.num_running == 1  # it still occupies the workers
+    await home.end("b")
+    assert home.requests.admission.num_running == 0
 
 
-def test_request_waits_for_the_next_plan_only_until_its_own_deadline() -> None:
-    async def main() -> None:
-        home = Home()
-        asked = home.ask("a", timeout_seconds=0.05)
-        await let_tasks_run()
-        await home.end("a", LOST)
-        with pytest.raises(errors.NotServing, match="planning"):
-            await asked
-        home.deploy(2)
-        asked = home.ask("b", timeout_seconds=0.05)
-        with pytest.raises(errors.DeadlineExceeded):
-            await asked
-        assert home.requests.admission.num_running == 1  # it still occupies the workers
-        await home.end("b")
-        assert home.requests.admission.num_running == 0
-
-    scenario(main)
-
-
-def test_error_of_the_request_itself_is_final() -> None:
-    async def main() -> None:
-        home = Home()
-        asked = home.ask("a")
-        await let_tasks_run()
-        await home.end("a", errors.TextTooLong(index=0, num_tokens=2, max_tokens=1))
-        with pytest.raises(errors.TextTooLong):
-            await asked
-        assert home.lost == []
-
-    scenario(main)
+async def test_error_of_the_request_itself_is_final() -> None:
+    home = Home()
+    asked = home.ask("a")
+    await let_tasks_run()
+    await home.end("a", errors.TextTooLong(index=0, num_tokens=2, max_tokens=1))
+    with pytest.raises(errors.TextTooLong):
+        await asked
+    assert home.lost == []
 
 
 @pytest.mark.parametrize("error", [FAILED, ValueError("a fault of ours")], ids=lambda error: type(error).__name__)
-def test_failed_step_on_a_plan_that_works_is_repeated_once_and_alone(error: Exception) -> None:
-    async def main() -> None:
-        home = Home(capacity=2)
-        asked, other = home.ask("a"), home.ask("b")
-        await let_tasks_run()
-        await home.end("a", error)
-        late = home.ask("late")
-        await let_tasks_run()
-        assert home.began == [("a", 1), ("b", 1)]  # the others wait: "a" runs alone next
-        await home.end("b")
-        assert home.began[2:] == [("a", 1)]
-        await home.end("a", error)
-        with pytest.raises(errors.HearthError) as final:
-            await asked
-        assert isinstance(final.value, errors.InternalError | errors.StepFailed)
-        await let_tasks_run()
-        await home.end("late")
-        await asyncio.gather(other, late)
-        assert (home.lost, home.requests.num_failed) == ([], 1)
-
-    scenario(main)
+async def test_failed_step_on_a_plan_that_works_is_repeated_once_and_alone(error: Exception) -> None:
+    home = Home(capacity=2)
+    asked, other = home.ask("a"), home.ask("b")
+    await let_tasks_run()
+    await home.end("a", error)
+    late = home.ask("late")
+    await let_tasks_run()
+    assert home.began == [("a", 1), ("b", 1)]  # the others wait: "a" runs alone next
+    await home.end("b")
+    assert home.began[2:] == [("a", 1)]
+    await home.end("a", error)
+    with pytest.raises(errors.HearthError) as final:
+        await asked
+    assert isinstance(final.value, errors.InternalError | errors.StepFailed)
+    await let_tasks_run()
+    await home.end("late")
+    await asyncio.gather(other, late)
+    assert (home.lost, home.requests.num_failed) == ([], 1)
 
 
-def test_admission_pauses_during_a_probe() -> None:
-    async def main() -> None:
-        home, probed = Home(capacity=1), asyncio.Event()
+async def test_admission_pauses_during_a_probe() -> None:
+    home, probed = Home(capacity=1), asyncio.Event()
 
-        async def probe(deployment: int) -> None:
-            await probed.wait()
-            raise DIED
+    async def probe(deployment: int) -> None:
+        await probed.wait()
+        raise DIED
 
-        home.probe = probe
-        asked = [home.ask("a"), home.ask("b")]
-        await let_tasks_run()
-        await home.end("a", FAILED)
-        assert (home.began, home.lost) == ([("a", 1)], [])
-        probed.set()
-        await let_tasks_run()
-        assert home.lost == [(1, DIED)]  # the error that is closer to the cause
-        home.deploy(2)
-        await let_tasks_run()
-        assert home.began == [("a", 1), ("a", 2)]
-        await home.end("a")
-        await home.end("b")
-        await asyncio.gather(*asked)
-
-    scenario(main)
+    home.probe = probe
+    asked = [home.ask("a"), home.ask("b")]
+    await let_tasks_run()
+    await home.end("a", FAILED)
+    assert (home.began, home.lost) == ([("a", 1)], [])
+    probed.set()
+    await let_tasks_run()
+    assert home.lost == [(1, DIED)]  # the error that is closer to the cause
+    home.deploy(2)
+    await let_tasks_run()
+    assert home.began == [("a", 1), ("a", 2)]
+    await home.end("a")
+    await home.end("b")
+    await asyncio.gather(*asked)
 
 
-def test_probe_that_hangs_ends_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_probe_that_hangs_ends_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("coordinator.serve.requests.runner._PROBE_SECONDS", 0.01)
+    home = Home()
 
-    async def main() -> None:
-        home = Home()
+    async def probe(deployment: int) -> None:
+        await asyncio.Event().wait()
 
-        async def probe(deployment: int) -> None:
-            await asyncio.Event().wait()
+    home.probe = probe
+    asked = home.ask("a")
+    await let_tasks_run()
+    await home.end("a", FAILED)
+    while not home.lost:
+        await asyncio.sleep(0.001)
+    assert home.lost == [(1, FAILED)]
+    home.deploy(2)
+    await let_tasks_run()
+    await home.end("a")
+    await asked
 
-        home.probe = probe
-        asked = home.ask("a")
+
+async def test_request_that_kills_workers_runs_alone_and_takes_no_other_with_it() -> None:
+    home = Home(capacity=4)
+    asked = {name: home.ask(name) for name in ("good", "poison", "other")}
+    await let_tasks_run()
+    deployment = 1
+
+    async def lose() -> None:
+        nonlocal deployment
+        deployment += 1
+        for name in list(home.running):
+            await home.end(name, DIED)
+        home.deploy(deployment)
         await let_tasks_run()
-        await home.end("a", FAILED)
-        while not home.lost:
-            await asyncio.sleep(0.001)
-        assert home.lost == [(1, FAILED)]
-        home.deploy(2)
+
+    for _ in range(2):
+        await lose()
+    assert list(home.running) == ["good"]  # all three are suspect now, so they run one by one
+    for name in ("good", "poison"):
+        assert list(home.running) == [name]
+        if name == "good":
+            await home.end(name)
+    for _ in range(3):
+        assert list(home.running) == ["poison"]
+        await lose()
+    with pytest.raises(errors.WorkerDied):
+        await asked["poison"]
+    assert list(home.running) == ["other"]
+    await home.end("other")
+    await asyncio.gather(asked["good"], asked["other"])
+    assert len(home.lost) == 9  # by three requests each in the first two losses, then by one
+
+
+async def test_others_run_with_a_suspect_once_it_has_made_progress() -> None:
+    home = Home(capacity=2)
+    requests = home.requests
+    ticket = requests.arrive(LIMIT_SECONDS)
+    for deployment in (2, 3):
+        async with requests.slot(requests.arrive(LIMIT_SECONDS)):
+            async with requests.slot(ticket):
+                raise DIED
+        home.deploy(deployment)
+    async with requests.slot(ticket):
+        asked = home.ask("late")
         await let_tasks_run()
-        await home.end("a")
-        await asked
-
-    scenario(main)
-
-
-def test_request_that_kills_workers_runs_alone_and_takes_no_other_with_it() -> None:
-    async def main() -> None:
-        home = Home(capacity=4)
-        asked = {name: home.ask(name) for name in ("good", "poison", "other")}
+        assert home.began == []
+        requests.record_progress(ticket)
         await let_tasks_run()
-        deployment = 1
-
-        async def lose() -> None:
-            nonlocal deployment
-            deployment += 1
-            for name in list(home.running):
-                await home.end(name, DIED)
-            home.deploy(deployment)
-            await let_tasks_run()
-
-        for _ in range(2):
-            await lose()
-        assert list(home.running) == ["good"]  # all three are suspect now, so they run one by one
-        for name in ("good", "poison"):
-            assert list(home.running) == [name]
-            if name == "good":
-                await home.end(name)
-        for _ in range(3):
-            assert list(home.running) == ["poison"]
-            await lose()
-        with pytest.raises(errors.WorkerDied):
-            await asked["poison"]
-        assert list(home.running) == ["other"]
-        await home.end("other")
-        await asyncio.gather(asked["good"], asked["other"])
-        assert len(home.lost) == 9  # by three requests each in the first two losses, then by one
-
-    scenario(main)
-
-
-def test_others_run_with_a_suspect_once_it_has_made_progress() -> None:
-    async def main() -> None:
-        home = Home(capacity=2)
-        requests = home.requests
-        ticket = requests.arrive(LIMIT_SECONDS)
-        for deployment in (2, 3):
-            async with requests.slot(requests.arrive(LIMIT_SECONDS)):
-                async with requests.slot(ticket):
-                    raise DIED
-            home.deploy(deployment)
-        async with requests.slot(ticket):
-            asked = home.ask("late")
-            await let_tasks_run()
-            assert home.began == []
-            requests.record_progress(ticket)
-            await let_tasks_run()
-            assert home.began == [("late", 3)]
-        await home.end("late")
-        await asked
-
-    scenario(main)
+        assert home.began == [("late", 3)]
+    await home.end("late")
+    await asked
 
 
 @pytest.mark.parametrize(

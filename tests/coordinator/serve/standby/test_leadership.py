@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -66,75 +66,58 @@ def restarted(folder: Path, had_standby: bool = True) -> tuple[Leadership, Devic
     return Leadership(cast(Any, devices), state, losses.append), devices, losses
 
 
-def run(scenario: Callable[[], Awaitable[None]]) -> None:
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_restarted_coordinator_may_have_been_replaced_until_it_has_a_majority(tmp_path: Path) -> None:
+    leadership, devices, losses = restarted(tmp_path)
+    assert leadership.may_be_replaced
+    running = asyncio.create_task(leadership.run())
+    devices.grant("a", known_configuration())
+    await asyncio.sleep(3 * POLL_SECONDS)
+    assert leadership.may_be_replaced
+    devices.grant("b", known_configuration())
+    await until("a term of its own", lambda: not leadership.may_be_replaced, seconds=20)
+    assert leadership.may_compute()
+    await asyncio.sleep(3 * POLL_SECONDS)
+    devices.leases.clear()  # then its requests wait: it has a plan, and the same devices may return
+    await until("the loss", lambda: len(losses) == 2, seconds=20)  # the first was at its start
+    assert isinstance(losses[1], LeaseLost)
+    assert not leadership.may_compute()
+    assert not leadership.may_be_replaced
+    await cancel_all([running])
 
 
-def test_restarted_coordinator_may_have_been_replaced_until_it_has_a_majority(tmp_path: Path) -> None:
-    async def main() -> None:
-        leadership, devices, losses = restarted(tmp_path)
-        assert leadership.may_be_replaced
-        running = asyncio.create_task(leadership.run())
-        devices.grant("a", known_configuration())
-        await asyncio.sleep(3 * POLL_SECONDS)
-        assert leadership.may_be_replaced
-        devices.grant("b", known_configuration())
-        await until("a term of its own", lambda: not leadership.may_be_replaced, seconds=20)
-        assert leadership.may_compute()
-        await asyncio.sleep(3 * POLL_SECONDS)
-        devices.leases.clear()  # then its requests wait: it has a plan, and the same devices may return
-        await until("the loss", lambda: len(losses) == 2, seconds=20)  # the first was at its start
-        assert isinstance(losses[1], LeaseLost)
-        assert not leadership.may_compute()
-        assert not leadership.may_be_replaced
-        await cancel_all([running])
+async def test_device_whose_key_was_revoked_is_no_voter_although_its_lease_lasts(tmp_path: Path) -> None:
+    leadership, devices, _ = restarted(tmp_path)
 
-    run(main)
+    def voters() -> tuple[str, ...]:
+        current = leadership.quorum.current
+        return current.voters if current is not None and not current.previous_voters else ()
+
+    running = asyncio.create_task(leadership.run())
+    devices.grant("abc", known_configuration())
+    await until("a term of its own", leadership.may_compute, seconds=20)
+    devices.devices["b"].health = "refused"
+    await until("a change of the voters", lambda: voters() == ("a", "c"), seconds=20)
+    await asyncio.sleep(3 * POLL_SECONDS)
+    assert voters() == ("a", "c")
+    assert leadership.may_compute()
+    await cancel_all([running])
 
 
-def test_device_whose_key_was_revoked_is_no_voter_although_its_lease_lasts(tmp_path: Path) -> None:
-    async def main() -> None:
-        leadership, devices, _ = restarted(tmp_path)
-
-        def voters() -> tuple[str, ...]:
-            current = leadership.quorum.current
-            return current.voters if current is not None and not current.previous_voters else ()
-
-        running = asyncio.create_task(leadership.run())
-        devices.grant("abc", known_configuration())
-        await until("a term of its own", leadership.may_compute, seconds=20)
-        devices.devices["b"].health = "refused"
-        await until("a change of the voters", lambda: voters() == ("a", "c"), seconds=20)
-        await asyncio.sleep(3 * POLL_SECONDS)
-        assert voters() == ("a", "c")
-        assert leadership.may_compute()
-        await cancel_all([running])
-
-    run(main)
+async def test_coordinator_that_never_had_a_standby_cannot_have_been_replaced(tmp_path: Path) -> None:
+    leadership, _, _ = restarted(tmp_path, had_standby=False)
+    assert not leadership.may_be_replaced
+    assert leadership.may_compute()
 
 
-def test_coordinator_that_never_had_a_standby_cannot_have_been_replaced(tmp_path: Path) -> None:
-    async def main() -> None:
-        leadership, _, _ = restarted(tmp_path, had_standby=False)
-        assert not leadership.may_be_replaced
-        assert leadership.may_compute()
-
-    run(main)
-
-
-def test_coordinator_whose_devices_work_for_another_one_gives_up(
+async def test_coordinator_whose_devices_work_for_another_one_gives_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_DEPOSED_SECONDS", 0.2)
-
-    async def main() -> None:
-        leadership, devices, _ = restarted(tmp_path)
-        running = asyncio.create_task(leadership.run())
-        devices.devices["a"].health = "busy"
-        await asyncio.sleep(0.4)
-        assert not running.done()  # one of three
-        devices.devices["b"].health = "busy"
-        with pytest.raises(AnotherLeads):
-            await running
-
-    run(main)
+    leadership, devices, _ = restarted(tmp_path)
+    running = asyncio.create_task(leadership.run())
+    devices.devices["a"].health = "busy"
+    await asyncio.sleep(0.4)
+    assert not running.done()  # one of three
+    devices.devices["b"].health = "busy"
+    with pytest.raises(AnotherLeads):
+        await running
