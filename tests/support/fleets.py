@@ -29,14 +29,14 @@ from hearth.wire.rpc import Reply
 
 
 class FakeFleet(ABC):
-    """Agents with one-letter names. `slow` multiplies computing times, `link_factor` transfer times."""
+    """Agents, mostly with one-letter names. `slow` multiplies computing times, `link_factor` transfer times."""
 
     holder = "test"
 
     def may_compute(self) -> bool:
         return True
 
-    def __init__(self, names: str, link_bytes_per_second: float) -> None:
+    def __init__(self, names: Sequence[str], link_bytes_per_second: float) -> None:
         self.last_epoch = 0
         self.running_epochs: dict[str, int] = {}
         self.devices = {name: ready_device(name) for name in names}
@@ -179,7 +179,7 @@ class FakeFleet(ABC):
 class TransformerFleet(FakeFleet):
     """A step takes the predicted time, times `slow`; `errors` and `speeds` hold the effects of formats."""
 
-    def __init__(self, names: str) -> None:
+    def __init__(self, names: Sequence[str]) -> None:
         super().__init__(names, link_bytes_per_second=1e12)  # fast, so that distribution always pays
         self.errors = {None: 0.0, "exact": 0.0, "bf16": 4e-3, "fp16": 1e-3, "int8": 5e-2}
         self.speeds = {None: 1.0, "exact": 1.0, "bf16": 0.6, "fp16": 0.7, "int8": 0.4}

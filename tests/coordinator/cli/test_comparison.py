@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.checkpoints import write_model
+from support.fleets import TransformerFleet
 from support.graphs import cluster_of, save_bfloat16_model, save_two_branch_model, two_branches
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
@@ -34,7 +35,6 @@ from coordinator.cli.plans.transformer import TransformerPlanning
 from coordinator.deploy import deployment
 from coordinator.deploy.graph import Arrays
 from coordinator.devices.profiling import Profiler
-from coordinator.devices.registry import Device
 from coordinator.models.checkpoint.families import read_spec
 from coordinator.plan.graph.auto import plan_graph
 from coordinator.plan.graph.request import GraphRequest
@@ -50,7 +50,6 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.plan.transformer import GenerationLimits
 from hearth.wire import messages as wire
-from hearth.wire.framing import pack_array, unpack_array
 from hearth.wire.rpc import Reply
 
 SMALL = BERT_LARGE.model_copy(update={"num_layers": 2, "name": "small"})
@@ -299,62 +298,33 @@ def test_decoder_is_compared_by_the_predicted_request_time(capsys: pytest.Captur
     assert capsys.readouterr().out.startswith("small: a step of 284 rows, 1 run each")
 
 
-class FakeFleet:
-    """Answers immediately, like agents; `broken` strategies fail at their first step."""
-
-    holder = "test"
-    last_epoch = 7
+class ComparedFleet(TransformerFleet):
+    """The devices id0 and id1, on which the strategy `broken` fails at its first step. A device has one worker at a time."""
 
     def __init__(self, broken: str = "") -> None:
-        welcomes = [
-            wire.AgentWelcome(
-                version="0", device_id=f"id{i}", boot_id="b", name=NAMES[i], device_public_key="0" * 40, link_port=1
-            )
-            for i in range(2)
-        ]
-        self.devices = {welcome.device_id: Device(welcome, "10.0.0.1", 1, 0.0) for welcome in welcomes}
-        self.broken = broken
-        self.loaded: dict[str, wire.Load] = {}
+        super().__init__(("id0", "id1"))
+        self.broken_strategy = broken
+        self.last_epoch = 7
         self.steps: list[int] = []
         self.epochs: set[int] = set()
 
-    def may_compute(self) -> bool:
-        return True
-
-    async def ask(self, device_id: str, message: wire.Message, expected: type, timeout_seconds: float = 0.0) -> Any:
-        return (await self.call(device_id, message)).message
-
-    async def call(
-        self, device_id: str, message: wire.Message, payload: Sequence[Any] = (), timeout_seconds: float = 0.0
-    ) -> Reply:
-        await asyncio.sleep(0)
-        if isinstance(message, wire.FindMissing):
-            return Reply(wire.ChunksMissing(hashes=()))
+    async def call(self, device_id: str, message: wire.Message, *arguments: Any, **options: Any) -> Reply:
         if isinstance(message, wire.Load):
-            assert device_id not in self.loaded
-            self.loaded[device_id] = message
+            assert device_id not in self.loads
             self.epochs.add(message.plan.epoch)
-            return Reply(wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+        reply = await super().call(device_id, message, *arguments, **options)
         if isinstance(message, wire.Unload):
-            self.loaded.pop(device_id, None)
-        if isinstance(message, wire.Run):
-            return self._run(device_id, payload)
-        return Reply(wire.Done())
+            self.loads.pop(device_id, None)
+        return reply
 
-    def _run(self, device_id: str, payload: Sequence[Any]) -> Reply:
-        load = self.loaded[device_id]
-        if load.plan.body.strategy == self.broken:
+    def run(self, device_id: str, message: wire.Run, arrays: dict[str, np.ndarray[Any, Any]]) -> Reply:
+        if self.loads[device_id].plan.body.strategy == self.broken_strategy:
             raise StepFailed(device=device_id, reason="it is broken")
-        ids = unpack_array(payload[:2])
-        self.steps.append(len(ids))
-        done = wire.RunDone(
-            names=("mean",), began_seconds=1.0, ended_seconds=1.25, compute_seconds=(0.2,),
-            wire=wire.WireStats(), dropped_messages=0,
-        )  # fmt: skip
-        return Reply(done, pack_array(np.ones((1, load.plan.model.hidden_size), np.float32)))
+        self.steps.append(len(arrays["token_ids"]))
+        return super().run(device_id, message, arrays)
 
 
-def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int | None = None) -> list[PlanTimes]:
+def run_fake(fleet: ComparedFleet, folder: Path, lines: list[str], stop_after: int | None = None) -> list[PlanTimes]:
     model_dir = write_model(folder / "model")
     spec = read_spec(model_dir)
     home = cluster([device_profile(index, 1.0, spec, 16) for index in range(2)], 1000)
@@ -379,26 +349,27 @@ def run_fake(fleet: FakeFleet, folder: Path, lines: list[str], stop_after: int |
 
 
 def test_plans_run_one_after_another_despite_failures(tmp_path: Path) -> None:
-    fleet, lines = FakeFleet(broken="sp"), list[str]()
+    fleet, lines = ComparedFleet(broken="sp"), list[str]()
     results = run_fake(fleet, tmp_path, lines)
     assert {result.plan.body.strategy for result in results} == {"local", "hmp", "sp", "megatron-tp", "pipeline"}
     for result in results:
         broken = result.plan.body.strategy == "sp"
-        assert result.step_seconds == (() if broken else (0.25,) * 3)
+        seconds = result.plan.predicted.latency_seconds  # which the fleet takes
+        assert result.step_seconds == pytest.approx(() if broken else (seconds,) * 3)
         assert ("it is broken" in result.failure) == broken
     assert fleet.epochs == set(range(8, 8 + len(results)))
     assert set(fleet.steps) == {16}
-    assert not fleet.loaded
+    assert not fleet.loads
     assert sum("failed" in line for line in lines) == 1
 
 
 @pytest.mark.parametrize("steps", [1, 5, 9])
 def test_cancelled_comparison_leaves_no_worker(steps: int, tmp_path: Path) -> None:
-    fleet = FakeFleet()
+    fleet = ComparedFleet()
     with pytest.raises(asyncio.CancelledError):
         run_fake(fleet, tmp_path, [], stop_after=steps)
     assert fleet.epochs
-    assert not fleet.loaded
+    assert not fleet.loads
 
 
 class FakePipeline:
