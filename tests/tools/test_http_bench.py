@@ -23,17 +23,16 @@ def test_recorded_requests_begin_alike() -> None:
 def test_summaries_say_what_is_missed() -> None:
     overhead = make_experiment(read_settings("http-overhead"))
     row = OverheadRow(
-        http=(0.012,) * 200, direct=(0.008,) * 200, num_streams=32, tokens=(1000,), gateway_seconds=(0.4,),
-        wall_seconds=(2.0,), out_of_order=0,
-    )  # fmt: skip
+        http=(0.012,) * 200, direct=(0.008,) * 200, num_streams=32, tokens=(1000,), gateway_seconds=(0.4,)
+    )
     assert not overhead.summary([row]).failure
     assert overhead.summary([row.model_copy(update={"http": (0.014,) * 200})]).failure
-    assert overhead.summary([row.model_copy(update={"out_of_order": 1})]).failure
+    assert overhead.summary([row.model_copy(update={"gateway_seconds": (0.6,)})]).failure
 
     turns = make_experiment(read_settings("http-turns"))
     turn = TurnRow(
-        command_seconds=8.0, result_seconds=0.9, next_seconds=0.9, result_cold_seconds=8.1,
-        prompt_tokens=(2000, 2100, 2000), new_tokens=(2000, 110, 20), added_tokens=100,
+        result_seconds=0.9, result_cold_seconds=8.1, prompt_tokens=(2000, 2100, 2000), new_tokens=(2000, 110, 20),
+        added_tokens=100,
     )  # fmt: skip
     assert not turns.summary([turn]).failure
     assert turns.summary([turn.model_copy(update={"new_tokens": (2000, 117, 20)})]).failure

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +19,8 @@ from tools.bench.homes import (
     HUB,
     agent_names,
     decoder_directory,
-    devices_with_disks,
     forget_plans,
-    shared_scenario,
+    shared_home,
     stop_coordinator,
     template_of,
     worker_of,
@@ -30,7 +28,7 @@ from tools.bench.homes import (
 from tools.bench.processes import ClientProcess, DeviceProcess
 from tools.bench.results import REPOSITORY
 from tools.testbed import Testbed
-from tools.testbed.cluster import check_possible, wait_until
+from tools.testbed.cluster import wait_until
 
 LoadName = Literal["embed", "generate", "infer"]
 LOADS: tuple[LoadName, ...] = ("embed", "generate", "infer")
@@ -71,20 +69,17 @@ def make_model(load: LoadName, folder: Path) -> Path:
 
 @contextmanager
 def served_home(
-    load: LoadName, context: Context, num_devices: int, mbit: float, standby: bool = False, far_clients: bool = False
+    load: LoadName, context: Context, num_devices: int, standby: bool = False, far_clients: bool = False
 ) -> Iterator[FaultHome]:
     """A home that serves the model of a load on emulated devices that share all cores. The load has not begun.
 
     `far_clients`: clients on the device of the standby, too. Raises BadSetting (the testbed, the model), InternalError,
     DeadlineExceeded.
     """
-    cores = len(os.sched_getaffinity(0))
-    scenario = shared_scenario(num_devices, cores, mbit)
-    check_possible(scenario)
     context.report(f"{load}: making the model")
     model = make_model(load, context.folder)
     with (
-        devices_with_disks(scenario, context.folder, cores, _DISK_BYTES) as testbed,
+        shared_home(context.folder, num_devices, _DISK_BYTES) as testbed,
         ClientProcess(testbed, "load_clients") as clients,
     ):
         context.report(f"{load}: planning, pushing and loading")

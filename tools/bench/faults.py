@@ -61,7 +61,6 @@ class Faults(Experiment):
     faults: tuple[str, ...] = Field(SINGLE, min_length=1)
     count: int = Field(15, ge=1)  # of each fault, under all loads together
     devices: int = Field(4, ge=2, le=8)
-    mbit: float = Field(1000.0, ge=1)  # real rate of every link
     standby: bool = False  # a second coordinator follows on the last device; then only coordinators fail
     seed: int = 1
     # Devices that the plan may lack when a fault happens. A device that was lost is there again after seconds, but joins a plan
@@ -97,9 +96,7 @@ class Faults(Experiment):
             done = {row.number for row in context.known if row.load == load}
             waiting = [number for number in range(len(schedule)) if number not in done]
             while waiting:
-                with served_home(
-                    load, context, self.devices, self.mbit, self.standby, far_clients=self._parts_network
-                ) as home:
+                with served_home(load, context, self.devices, self.standby, self._parts_network) as home:
                     home.begin()
                     recovered = True
                     while waiting and recovered:

@@ -9,7 +9,7 @@ import os
 import subprocess
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +19,22 @@ from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
 from tools.bench.shapes import SHAPES, find_shape, save_random_model
 from tools.testbed import Scenario, Testbed, load_scenario
+from tools.testbed.network import run_command
 from tools.testbed.scenario import EmulatedDevice
 
-_HUB = "hub"  # scenario whose coordinator has its own link
+HUB = "hub"  # the device of the coordinator and of client apps, with its own link; and the scenario that has one
+_SHARED_MBIT = 1000.0  # of the links of devices that share all cores
 _STOP_SECONDS = 20.0  # for a coordinator to end after SIGTERM: longer than it drains requests
 
 Model = str | Mapping[str, Any]  # a checkpoint's directory; or a shape's name, a config.json or its content
 
 
-def hub_scenario(num_devices: int, cpu_share: float | None = None, memory_bytes: int | None = None) -> Scenario:
-    """The first devices of the hub scenario, and the hub. `cpu_share` (in cores), `memory_bytes`: of each device."""
-    scenario = load_scenario(_HUB)
+def hub_scenario(num_devices: int, cpu_share: float | None = None) -> Scenario:
+    """The first devices of the hub scenario, and the hub. `cpu_share`: cores of each device; None: the scenario's."""
+    scenario = load_scenario(HUB)
     *devices, hub = scenario.devices
     chosen = [
-        device.model_copy(update={"cpu_share": cpu_share or device.cpu_share, "memory_bytes": memory_bytes})
-        for device in devices[:num_devices]
+        device.model_copy(update={"cpu_share": cpu_share or device.cpu_share}) for device in devices[:num_devices]
     ]
     return scenario.model_copy(update={"devices": (*chosen, hub)})
 
@@ -109,41 +110,33 @@ def checkout(setting: str, folder: Path) -> Path:
     return folder.resolve()
 
 
-HUB = "hub"  # the device of the coordinator and of client apps
-
-
-def shared_scenario(num_devices: int, cores: int, mbit: float) -> Scenario:
-    """Devices and a hub that share this machine's cores."""
-    share = cores / (num_devices + 1)
-    names = (*(f"m{number}" for number in range(num_devices)), HUB)
-    devices = tuple(EmulatedDevice(name=name, cpu_share=share, instruction_set="native", mbit=mbit) for name in names)
-    return Scenario(name="faults", coordinator=HUB, devices=devices)
-
-
 @contextmanager
-def devices_with_disks(scenario: Scenario, folder: Path, cores: int, disk_bytes: int) -> Iterator[Testbed]:
-    """A testbed whose agents keep their stores on file systems of `disk_bytes`, and whose devices may use all `cores`."""
+def shared_home(folder: Path, num_devices: int, disk_bytes: int | None = None) -> Iterator[Testbed]:
+    """Agents on devices that share this machine's cores with the hub. Raises BadSetting.
+
+    `disk_bytes`: size of a file system for each agent's store; None: stores are in `folder`.
+    """
+    cores = len(os.sched_getaffinity(0))
+    names = [f"m{number}" for number in range(num_devices)]
+    share = cores / (num_devices + 1)
+    devices = tuple(
+        EmulatedDevice(name=name, cpu_share=share, instruction_set="native", mbit=_SHARED_MBIT)
+        for name in (*names, HUB)
+    )
+    scenario = Scenario(name="shared", coordinator=HUB, devices=devices)
     home = Path(tempfile.mkdtemp(prefix="home-", dir=folder))
-    stores = [home / device.name / "store" for device in scenario.devices if device.name != scenario.coordinator]
-    try:
-        for store in stores:
+    with ExitStack() as stack:
+        for name in names if disk_bytes is not None else ():
+            store = home / name / "store"
             store.mkdir(parents=True)
-            _command("mount", "-t", "tmpfs", "-o", f"size={disk_bytes}", "none", str(store))
-        with Testbed(scenario, home) as testbed:
-            for cgroup in testbed.cgroups.values():
-                cgroup.set_cpu_share(cores)
-            for name in agent_names(testbed):
-                testbed.start_agent(name)
-            yield testbed
-    finally:
-        for store in stores:
-            _command("umount", "--lazy", str(store), check=False)
-
-
-def _command(*arguments: str, check: bool = True) -> None:
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    if check and done.returncode:
-        raise BadSetting(setting="the testbed", reason=f"`{' '.join(arguments)}`: {done.stderr.strip()}")
+            run_command("mount", "-t", "tmpfs", "-o", f"size={disk_bytes}", "none", str(store))
+            stack.callback(run_command, "umount", "--lazy", str(store), check=False)
+        testbed = stack.enter_context(Testbed(scenario, home))
+        for cgroup in testbed.cgroups.values():
+            cgroup.set_cpu_share(cores)
+        for name in names:
+            testbed.start_agent(name)
+        yield testbed
 
 
 def agent_of(testbed: Testbed, device: str) -> psutil.Process | None:

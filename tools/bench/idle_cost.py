@@ -72,11 +72,10 @@ class IdleCost(Experiment):
     loads: tuple[LoadName, ...] = LOADS
     minutes: float = Field(2.0, gt=0)
     devices: int = Field(4, ge=2, le=8)
-    mbit: float = Field(1000.0, ge=1)  # real rate of every link
 
     def measure(self, context: Context) -> Iterator[IdleRow]:
         for load in self.loads:
-            with served_home(load, context, self.devices, self.mbit) as home:
+            with served_home(load, context, self.devices) as home:
                 context.report(f"{load}: idle")
                 time.sleep(_SETTLE_SECONDS)
                 before = take_census(home.testbed, time.monotonic())

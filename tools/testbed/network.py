@@ -66,16 +66,16 @@ class Network:
         Devices in `media` get a gap in their link, which the relay of their medium has to bridge (`relayed_ends`).
         """
         self.remove()
-        _run("ip", "netns", "add", self._switch)
-        _run("ip", "netns", "exec", self._switch, "sh", "-c", f"{_NO_FIREWALL}; {_QUIET}")
+        run_command("ip", "netns", "add", self._switch)
+        run_command("ip", "netns", "exec", self._switch, "sh", "-c", f"{_NO_FIREWALL}; {_QUIET}")
         _ip(self._switch, "link", "add", _BRIDGE, "type", "bridge")
         _ip(self._switch, "link", "set", _BRIDGE, "up")
         if _ALLOWED.exists() and "cubic" not in (allowed := _ALLOWED.read_text()).split():
-            _run("sh", "-c", f"echo {allowed.strip()} cubic > {_ALLOWED}")
+            run_command("sh", "-c", f"echo {allowed.strip()} cubic > {_ALLOWED}")
         for name in self._names:
             namespace, port = self.namespace(name), _port(name)
-            _run("ip", "netns", "add", namespace)
-            _run("ip", "netns", "exec", namespace, "sh", "-c", _CUBIC)
+            run_command("ip", "netns", "add", namespace)
+            run_command("ip", "netns", "exec", namespace, "sh", "-c", _CUBIC)
             outer, inner = self.relayed_ends(name)
             end = outer if name in media else port
             _ip(namespace, "link", "add", "eth0", "type", "veth", "peer", "name", end, "netns", self._switch)
@@ -107,13 +107,15 @@ class Network:
         rate = f"{mbit * 1e6:.0f}bit"
         burst = max(_LEAST_BURST_BYTES, int(mbit * 1e6 / 8 * _BURST_SECONDS))
         shape = ("root", "tbf", "rate", rate, "burst", str(burst), "limit", str(burst + _QUEUE_BYTES))
-        _run("tc", "-n", self.namespace(device), "qdisc", "replace", "dev", "eth0", *shape)
-        _run("tc", "-n", self._switch, "qdisc", "replace", "dev", _port(device), *shape)
+        run_command("tc", "-n", self.namespace(device), "qdisc", "replace", "dev", "eth0", *shape)
+        run_command("tc", "-n", self._switch, "qdisc", "replace", "dev", _port(device), *shape)
 
     def state(self, device: str) -> LinkState:
         """Read the state of a device's link. Raises BadSetting if the namespace is gone."""
-        bucket = json.loads(_run("tc", "-n", self._switch, "-json", "qdisc", "show", "dev", _port(device), "root"))
-        link = json.loads(_run("ip", "-n", self._switch, "-json", "link", "show", _port(device)))
+        bucket = json.loads(
+            run_command("tc", "-n", self._switch, "-json", "qdisc", "show", "dev", _port(device), "root")
+        )
+        link = json.loads(run_command("ip", "-n", self._switch, "-json", "link", "show", _port(device)))
         return LinkState(mbit=bucket[0]["options"]["rate"] * 8 / 1e6, is_cut="UP" not in link[0]["flags"])
 
     def cut(self, device: str) -> None:
@@ -147,20 +149,20 @@ class Network:
 
     def sent_bytes(self, device: str) -> int:
         """Bytes that a device has sent since the network was created."""
-        (link,) = json.loads(_run("ip", "-n", self.namespace(device), "-s", "-json", "link", "show", "eth0"))
+        (link,) = json.loads(run_command("ip", "-n", self.namespace(device), "-s", "-json", "link", "show", "eth0"))
         return int(link["stats64"]["tx"]["bytes"])
 
     def _sockets(self, device: str, *arguments: str) -> str:
-        return _run("ip", "netns", "exec", self.namespace(device), "ss", *arguments)
+        return run_command("ip", "netns", "exec", self.namespace(device), "ss", *arguments)
 
     def pids(self, device: str) -> list[int]:
         """Ids of the processes in the namespace of a device, or of the switch; none if it is gone."""
-        return list(map(int, _run("ip", "netns", "pids", self.namespace(device), check=False).split()))
+        return list(map(int, run_command("ip", "netns", "pids", self.namespace(device), check=False).split()))
 
     def remove(self) -> None:
         """Remove the namespaces, and with them their links. Missing ones are ignored."""
         for namespace in (*map(self.namespace, self._names), self._switch):
-            _run("ip", "netns", "del", namespace, check=False)
+            run_command("ip", "netns", "del", namespace, check=False)
 
 
 def _port(device: str) -> str:
@@ -169,10 +171,11 @@ def _port(device: str) -> str:
 
 
 def _ip(namespace: str, *arguments: str) -> None:
-    _run("ip", "-n", namespace, *arguments)
+    run_command("ip", "-n", namespace, *arguments)
 
 
-def _run(*command: str, check: bool = True) -> str:
+def run_command(*command: str, check: bool = True) -> str:
+    """Run a program that changes this machine; returns its output. Raises BadSetting, with `check` also if it fails."""
     try:
         return subprocess.run(command, check=check, capture_output=True, text=True, timeout=_COMMAND_SECONDS).stdout
     except FileNotFoundError:

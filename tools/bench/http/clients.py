@@ -38,85 +38,33 @@ def request_bytes(
     return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode() + content
 
 
-class Connection:
-    """A connection that stays open, for answers that are streams of server-sent events."""
-
-    def __init__(self, host: str, port: int, token: str) -> None:
-        self._address, self._token = (host, port), token
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def events(self, path: str, body: object) -> AsyncIterator[bytes]:
-        """Post a request; the data of its events as they arrive. Raises ValueError for another status than 200."""
-        if self._streams is None:
-            self._streams = await asyncio.open_connection(*self._address)
-        reader, writer = self._streams
-        writer.write(request_bytes("POST", path, self._token, body))
-        head = await reader.readuntil(b"\r\n\r\n")
-        if not head.startswith(b"HTTP/1.1 200"):
-            raise ValueError((head + await reader.read(4096)).decode(errors="replace"))
-        while True:
-            num = int(await reader.readline(), 16)
-            piece = (await reader.readexactly(num + 2))[:-2]
-            if not num:
-                return
-            for event in piece.split(b"\n\n"):
-                if event.startswith(_DATA):
-                    yield event.removeprefix(_DATA)
-
-    def close(self) -> None:
-        if self._streams is not None:
-            self._streams[1].close()
-            self._streams = None
-
-
 class HttpClients(HomeClients):
     """Clients of one app."""
 
     async def first_tokens(self, token: str, body: dict[str, Any], pairs: int) -> dict[str, Any]:
         """Ask the coordinator directly and over HTTP, in turn. Returns the seconds until the first text of each."""
-        http, direct, texts = [], [], set()
-        connection = Connection(HOST, PORT, token)
-        async with await self._library(token) as home:
+        seconds: dict[str, list[float]] = {"http": [], "direct": []}
+        streams = await asyncio.open_connection(HOST, PORT)
+        coordinator = coordinator_access(load_credential(self._key)).server_public
+        async with await connect_async(self._address, parse_token(token, coordinator), _CONNECT_SECONDS) as home:
             for number in range(pairs):
                 for way in ("http", "direct") if number % 2 else ("direct", "http"):
                     if way == "http":
-                        chat = await _chat(connection, body)
-                        http.append(chat.text_seconds)
-                        texts.add(chat.text)
+                        seconds[way].append((await _chat(streams, token, body)).text_seconds)
                     else:
-                        seconds, text = await _generated(home, body)
-                        direct.append(seconds)
-                        texts.add(text)
-        connection.close()
-        return {"http": http, "direct": direct, "texts": len(texts)}
+                        seconds[way].append(await _generated(home, body))
+        streams[1].close()
+        return seconds
 
     async def streams(self, token: str, bodies: list[Any]) -> dict[str, Any]:
-        """All chats at once, each over a connection of its own. Returns their texts and numbers of tokens."""
-        connections = [Connection(HOST, PORT, token) for _ in bodies]
-        chats = await asyncio.gather(*map(_chat, connections, bodies))
-        for connection in connections:
-            connection.close()
-        return {
-            "texts": [chat.text for chat in chats],
-            "tokens": sum(chat.usage["completion_tokens"] for chat in chats),
-        }
-
-    async def references(self, token: str, bodies: list[Any]) -> dict[str, Any]:
-        """The texts of the same chats, from the coordinator, one after the other."""
-        async with await self._library(token) as home:
-            return {"texts": [(await _generated(home, body))[1] for body in bodies]}
+        """All chats at once, each over a connection of its own. Returns their number of tokens."""
+        chats = await asyncio.gather(*(_chat_alone(token, body) for body in bodies))
+        return {"tokens": sum(chat.usage["completion_tokens"] for chat in chats)}
 
     async def ask(self, token: str, body: dict[str, Any]) -> dict[str, Any]:
         """One streamed chat: the seconds until its first event, and its usage."""
-        connection = Connection(HOST, PORT, token)
-        chat = await _chat(connection, body)
-        connection.close()
+        chat = await _chat_alone(token, body)
         return {"first_seconds": chat.event_seconds, "usage": chat.usage}
-
-    async def _library(self, token: str) -> AsyncHome:
-        """A connection of the client library as the app of this token."""
-        coordinator = coordinator_access(load_credential(self._key)).server_public
-        return await connect_async(self._address, parse_token(token, coordinator), _CONNECT_SECONDS)
 
 
 class _Chat(NamedTuple):
@@ -124,16 +72,27 @@ class _Chat(NamedTuple):
 
     event_seconds: float
     text_seconds: float
-    text: str
     usage: dict[str, Any]
 
 
-async def _chat(connection: Connection, body: dict[str, Any]) -> _Chat:
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _chat_alone(token: str, body: dict[str, Any]) -> _Chat:
+    """A chat over a connection of its own."""
+    streams = await asyncio.open_connection(HOST, PORT)
+    chat = await _chat(streams, token, body)
+    streams[1].close()
+    return chat
+
+
+async def _chat(streams: _Streams, token: str, body: dict[str, Any]) -> _Chat:
     """Ask, and read to the end. Raises ValueError for an error."""
     loop = asyncio.get_running_loop()
-    began, event_seconds, text_seconds, text = loop.time(), 0.0, 0.0, ""
+    began, event_seconds, text_seconds = loop.time(), 0.0, 0.0
     usage: dict[str, Any] = {}
-    async for data in connection.events(_PATH, {**body, "stream": True, "stream_options": {"include_usage": True}}):
+    streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+    async for data in _events(streams, request_bytes("POST", _PATH, token, streamed)):
         seconds = loop.time() - began
         event_seconds = event_seconds or seconds
         if data == b"[DONE]":
@@ -141,25 +100,37 @@ async def _chat(connection: Connection, body: dict[str, Any]) -> _Chat:
         event = json.loads(data)
         if "error" in event:
             raise ValueError(event["error"]["message"])
-        said = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-        if said:
+        if any(choice["delta"].get("content") for choice in event["choices"]):
             text_seconds = text_seconds or seconds
-        text += said
         usage = event.get("usage") or usage
-    return _Chat(event_seconds, text_seconds, text, usage)
+    return _Chat(event_seconds, text_seconds, usage)
 
 
-async def _generated(home: AsyncHome, body: dict[str, Any]) -> tuple[float, str]:
+async def _events(streams: _Streams, request: bytes) -> AsyncIterator[bytes]:
+    """The data of server-sent events as they arrive; the connection stays open. Raises ValueError unless the status is 200."""
+    reader, writer = streams
+    writer.write(request)
+    head = await reader.readuntil(b"\r\n\r\n")
+    if not head.startswith(b"HTTP/1.1 200"):
+        raise ValueError((head + await reader.read(4096)).decode(errors="replace"))
+    while num := int(await reader.readline(), 16):
+        piece = await reader.readexactly(num + len(b"\r\n"))
+        for event in piece[:num].split(b"\n\n"):
+            if event.startswith(_DATA):
+                yield event.removeprefix(_DATA)
+    await reader.readline()
+
+
+async def _generated(home: AsyncHome, body: dict[str, Any]) -> float:
+    """Seconds until the first text of the same chat with the client library."""
     loop = asyncio.get_running_loop()
-    began, first, text = loop.time(), 0.0, ""
-    settings = {name: body[name] for name in ("messages", "max_tokens", "temperature", "seed") if name in body}
-    answer = home.generate(**settings, timeout_seconds=_ANSWER_SECONDS, takes_parts=True)
-    async with answer:
+    began, first = loop.time(), 0.0
+    settings = {name: body[name] for name in ("messages", "max_tokens", "temperature")}
+    async with home.generate(**settings, timeout_seconds=_ANSWER_SECONDS, takes_parts=True) as answer:
         async for token in answer:
             if token.text and not first:
                 first = loop.time() - began
-            text += token.text
-    return first, text
+    return first
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
@@ -25,7 +24,6 @@ from pydantic import Field, TypeAdapter
 from coordinator.http.openai.chat import ChatCompletion
 from coordinator.serve.text.prompts import TextTokenizer
 from hearth.client.answers import chat_message
-from hearth.plan.model_spec import WeightFormat
 from hearth.plan.transformer import KV_BLOCK_TOKENS
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.generation import LLAMA
@@ -40,7 +38,6 @@ from tools.bench.results import (
     Summary,
     at_least,
     at_most,
-    equal,
     summarise,
     without_target,
 )
@@ -55,15 +52,13 @@ _MILLISECONDS = "{:.2f} ms".format
 
 
 class OverheadRow(Record):
-    """One home. `http` and `direct`: seconds to the first text, in pairs. `streams`: one entry per round."""
+    """One home. `http` and `direct`: seconds to the first text, in pairs. `tokens`, `gateway_seconds`: by round."""
 
     http: tuple[float, ...]
     direct: tuple[float, ...]
     num_streams: int
-    tokens: tuple[int, ...]  # of all streams, by round
-    gateway_seconds: tuple[float, ...]  # processor time of the gateway, by round
-    wall_seconds: tuple[float, ...]
-    out_of_order: int  # streams whose text is not that of the library
+    tokens: tuple[int, ...]  # of all streams
+    gateway_seconds: tuple[float, ...]  # processor time of the gateway
     disturbed: str = ""  # why times cannot be trusted
 
     @property
@@ -86,32 +81,25 @@ class HttpOverhead(Experiment):
     streams: int = Field(32, ge=1)
     new_tokens: int = Field(100, ge=2)  # of each stream
     rounds: int = Field(5, ge=1)  # of all streams
-    devices: int = Field(1, ge=1, le=8)
-    mbit: float = Field(1000.0, ge=1)  # real rate of every link
 
     def measure(self, context: Context) -> Iterator[OverheadRow]:
         context.report("making the model")
         model = chat_directory(TINY, context.folder / "tiny")
         options = ("--context", "256", "--sequences", str(self.streams))
-        with http_home(context, model, self.devices, self.mbit, *options) as home:
+        with http_home(context, model, 1, *options) as home:
             token = home.new_app("bench")
             began = snapshot()
             http, direct = self._pairs(home, token, context)
-            bodies = [self._body(number) for number in range(self.streams)]
-            references = home.clients.call("references", 600.0, token=token, bodies=bodies)["texts"]
-            out_of_order, tokens, gateway_seconds, wall_seconds = 0, [], [], []
+            tokens, gateway_seconds = [], []
             for number in range(self.rounds):
                 context.report(f"{self.streams} streams, round {number + 1} of {self.rounds}")
-                used, since = _cpu_seconds(home), time.monotonic()
-                answers = home.clients.call("streams", 600.0, token=token, bodies=bodies)
-                wall_seconds.append(time.monotonic() - since)
+                used = _cpu_seconds(home)
+                bodies = [self._body(seed) for seed in range(self.streams)]
+                tokens.append(home.clients.call("streams", 600.0, token=token, bodies=bodies)["tokens"])
                 gateway_seconds.append(_cpu_seconds(home) - used)
-                tokens.append(answers["tokens"])
-                out_of_order += sum(one != other for one, other in zip(answers["texts"], references, strict=True))
             yield OverheadRow(
                 http=tuple(http), direct=tuple(direct), num_streams=self.streams, tokens=tuple(tokens),
-                gateway_seconds=tuple(gateway_seconds), wall_seconds=tuple(wall_seconds), out_of_order=out_of_order,
-                disturbed=load_between([(began, snapshot())]).distrust,
+                gateway_seconds=tuple(gateway_seconds), disturbed=load_between([(began, snapshot())]).distrust,
             )  # fmt: skip
 
     def _pairs(self, home: HttpHome, token: str, context: Context) -> tuple[list[float], list[float]]:
@@ -126,9 +114,9 @@ class HttpOverhead(Experiment):
             direct += found["direct"]
         return http, direct
 
-    def _body(self, number: int) -> dict[str, Any]:
+    def _body(self, seed: int) -> dict[str, Any]:
         """A chat that is sampled with a seed of its own, so that each stream has its own text."""
-        settings = {"max_tokens": self.new_tokens, "temperature": 1.0, "seed": number}
+        settings = {"max_tokens": self.new_tokens, "temperature": 1.0, "seed": seed}
         return {"model": "tiny", "messages": _CHAT, **settings}
 
     def summary(self, rows: Sequence[OverheadRow]) -> Summary:
@@ -153,8 +141,6 @@ def _of_overhead(row: OverheadRow) -> Iterator[Finding]:
         f"processor time of the gateway for a token, {row.num_streams} streams, median",
         1e3 * statistics.median(row.token_seconds), 1e3 * _MOST_TOKEN_SECONDS, "{:.3f} ms".format, f"rounds: {each} ms",
     )  # fmt: skip
-    yield equal("streams out of order", row.out_of_order, 0, COUNT)
-    yield without_target("tokens a second, all streams", sum(row.tokens) / sum(row.wall_seconds), COUNT)
     if row.disturbed:
         yield Finding(figure="disturbed", measured=row.disturbed)
 
@@ -164,16 +150,15 @@ _COMMAND, _RESULT, _NEXT = range(3)  # of the recorded requests
 _MODEL = "model"
 _MOST_SHARE, _LEAST_GAIN = 0.08, 8.0  # targets: new tokens in the prompt; first token without the cache over with it
 _ANSWER_SECONDS = 600.0
-_SECONDS = "{:.2f} s".format
+_NEW_TOKENS = 4  # of an answer
+_DEVICES = 3
 
 
 class TurnRow(Record):
     """One round. Seconds until the first token; tokens of prompts, and of these, the ones that were computed."""
 
-    command_seconds: float  # all is computed
-    result_seconds: float
-    next_seconds: float
-    result_cold_seconds: float  # of the second request, as another app: all is computed
+    result_seconds: float  # of the second request
+    result_cold_seconds: float  # as another app: all is computed
     prompt_tokens: tuple[int, int, int]
     new_tokens: tuple[int, int, int]
     added_tokens: int  # of the second prompt behind what it has in common with the first: call, result and their marks
@@ -187,23 +172,16 @@ class HttpTurns(Experiment):
     PAGE = "http"
     NAMED: ClassVar[Named] = {"http-turns": {"title": "First token of Home Assistant's requests"}}
 
-    model: dict[str, Any] = LLAMA
-    weights: WeightFormat = "int8"
-    context: int = Field(4096, ge=1)
-    new_tokens: int = Field(4, ge=1)  # of an answer
-    devices: int = Field(3, ge=1, le=8)
-    strategy: str = "auto"
-    mbit: float = Field(1000.0, ge=1)  # real rate of every link
     rounds: int = Field(3, ge=1)
 
     def measure(self, context: Context) -> Iterator[TurnRow]:
-        bodies = [self._body(recorded) for recorded in json.loads(RECORDED.read_text())]
+        asked = {"model": _MODEL, "max_tokens": _NEW_TOKENS}
+        bodies = [{**recorded, **asked} for recorded in json.loads(RECORDED.read_text())]
         context.report("making the model")
-        model = chat_directory(self.model, context.folder / _MODEL)
+        model = chat_directory(LLAMA, context.folder / _MODEL)
         prompts = [_token_ids(TextTokenizer(model), body) for body in bodies]
         added = len(prompts[_RESULT]) - _num_common(prompts[_COMMAND], prompts[_RESULT])
-        options = ("--context", str(self.context), "--weights", self.weights, "--strategy", self.strategy)
-        with http_home(context, model, self.devices, self.mbit, *options) as home:
+        with http_home(context, model, _DEVICES, "--context", "4096", "--weights", "int8") as home:
 
             def ask(token: str, body: Mapping[str, Any]) -> tuple[float, int, int]:
                 found = home.clients.call("ask", _ANSWER_SECONDS, token=token, body=body)
@@ -215,17 +193,12 @@ class HttpTurns(Experiment):
                 context.report(f"round {number + 1} of {self.rounds}")
                 one, other = home.new_app(f"one{number}"), home.new_app(f"other{number}")
                 began = snapshot()
-                asked = [ask(one, body) for body in bodies]
+                seconds, prompt, new = zip(*(ask(one, body) for body in bodies), strict=True)
                 cold, _, _ = ask(other, bodies[_RESULT])
-                seconds, prompt, new = zip(*asked, strict=True)
                 yield TurnRow(
-                    command_seconds=seconds[_COMMAND], result_seconds=seconds[_RESULT], next_seconds=seconds[_NEXT],
-                    result_cold_seconds=cold, prompt_tokens=prompt, new_tokens=new, added_tokens=added,
-                    disturbed=load_between([(began, snapshot())]).distrust,
+                    result_seconds=seconds[_RESULT], result_cold_seconds=cold, prompt_tokens=prompt, new_tokens=new,
+                    added_tokens=added, disturbed=load_between([(began, snapshot())]).distrust,
                 )  # fmt: skip
-
-    def _body(self, recorded: Mapping[str, Any]) -> dict[str, Any]:
-        return {**recorded, "model": _MODEL, "max_tokens": self.new_tokens}
 
     def summary(self, rows: Sequence[TurnRow]) -> Summary:
         return summarise("A turn of Home Assistant with 61 lights", list(_of_turns(rows)) if rows else [])
@@ -245,14 +218,6 @@ def _of_turns(rows: Sequence[TurnRow]) -> Iterator[Finding]:
         "first token of the second request: without the cache over with it", statistics.median(gains), _LEAST_GAIN, RATIO,
         f"median of {len(gains)}: {min(gains):.1f} to {max(gains):.1f}",
     )  # fmt: skip
-    times = {
-        "command, all computed": [row.command_seconds for row in rows],
-        "result of the call": [row.result_seconds for row in rows],
-        "result of the call, all computed": [row.result_cold_seconds for row in rows],
-        "new conversation": [row.next_seconds for row in rows],
-    }
-    for name, seconds in times.items():
-        yield without_target(f"first token, {name}, median", statistics.median(seconds), _SECONDS)
     for row in rows:
         if row.disturbed:
             yield Finding(figure="disturbed", measured=row.disturbed)

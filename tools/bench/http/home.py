@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,12 +12,11 @@ import psutil
 
 from hearth.errors import InternalError
 from tools.bench.experiment import Context
-from tools.bench.homes import agents, shared_scenario, stop_coordinator, with_argument
+from tools.bench.homes import shared_home, stop_coordinator, with_argument
 from tools.bench.processes import ClientProcess
 from tools.bench.results import REPOSITORY
 from tools.bench.shapes import save_random_model
 from tools.testbed import Testbed
-from tools.testbed.cluster import check_possible
 
 HOST, PORT = "127.0.0.1", 47880  # of the gateway, on the hub
 _GATEWAY = "coordinator.http"  # module of its process
@@ -62,17 +60,12 @@ class HttpHome:
 
 
 @contextmanager
-def http_home(context: Context, model: Path, num_devices: int, mbit: float, *options: str) -> Iterator[HttpHome]:
+def http_home(context: Context, model: Path, num_devices: int, *options: str) -> Iterator[HttpHome]:
     """Serve a model on devices that share all cores. `options`: of `hearth serve`.
 
     Raises BadSetting (the testbed), InternalError, DeadlineExceeded.
     """
-    cores = len(os.sched_getaffinity(0))
-    scenario = shared_scenario(num_devices, cores, mbit)
-    check_possible(scenario)
-    with agents(scenario, context.folder, mbit) as testbed, ClientProcess(testbed, "http.clients") as clients:
-        for cgroup in testbed.cgroups.values():
-            cgroup.set_cpu_share(cores)
+    with shared_home(context.folder, num_devices) as testbed, ClientProcess(testbed, "http.clients") as clients:
         context.report("planning, pushing and loading")
         coordinator = testbed.start_coordinator(
             str(model), "--http", f"{HOST}:{PORT}", "--min-devices", str(num_devices), *options
