@@ -3,24 +3,22 @@
 Operators are placed one by one, after their predecessors, each on the device where it ends or starts first. Plain HEFT and
 Critical Path do not see that transfers contend. Where links are slow compared with operators, they send more than the
 channels can carry; HEFT with contention (Sinnen and Sousa, IEEE TPDS 2005) books each transfer in the first gap that all of
-its resources have: the sides of both devices, and shared media. The simulator prices every result.
+its resources have (channels.py). The simulator prices every result.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from math import inf
 from random import Random
-from typing import NamedTuple
 
 from coordinator.models.ordering import topological_order
+from coordinator.plan.graph.latency.channels import Channels, Spans
 from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.memory import MemoryLedger
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.graph.latency.schedule import Item, Schedule, Send, best_schedule, sorted_by_start
+from coordinator.plan.graph.latency.schedule import Item, Schedule, best_schedule, sorted_by_start
 from coordinator.plan.solution import Stop
 from hearth.errors import NoPlacement
 
@@ -39,7 +37,7 @@ class PartialSchedule:
         self.assignment: list[int] = [-1] * n
         self.starts = [0.0] * n
         self.ends = [0.0] * n
-        self._busy: list[list[tuple[float, float]]] = [[] for _ in range(problem.num_devices)]  # spans, sorted
+        self._busy = [Spans() for _ in problem.devices]
         self._memory = MemoryLedger(problem, problem.fitting)
         self._waiting_for = [len(predecessors) for predecessors in problem.predecessors]
         self._inputs_ready_at: dict[tuple[int, int], float] = {}  # settled once its predecessors are placed
@@ -47,20 +45,17 @@ class PartialSchedule:
 
     def free_at(self, device: int) -> float:
         """The time at which everything placed on the device is done."""
-        return self._busy[device][-1][1] if self._busy[device] else 0.0
+        return self._busy[device].free_at
 
     def candidates(self, operator: int, devices: Iterable[int] | None = None) -> list[int]:
         """Devices with room for the operator: among `devices` if any of them has, otherwise among all.
 
         Raises NoPlacement when there is none.
         """
-        wanted = range(self._problem.num_devices) if devices is None else devices
-        found = [device for device in wanted if self._has_room(operator, device)]
-        if not found and devices is not None:
-            return self.candidates(operator)
+        found = self._with_room(operator)
         if not found:
             raise NoPlacement(graph=self._problem.name, strategy=self._strategy)
-        return found
+        return [device for device in devices or () if device in found] or found
 
     def inputs_ready_at(self, operator: int, device: int) -> float:
         """The time at which all inputs of the operator can be on the device."""
@@ -82,16 +77,17 @@ class PartialSchedule:
 
     def first_gap_start(self, operator: int, device: int, ready: float) -> float:
         """The start of the first gap on the device that is long enough, from `ready` on."""
-        return first_gap(self._busy[device], ready, self._problem.seconds[operator][device])
+        return self._busy[device].first_gap(ready, self._problem.seconds[operator][device])
 
     def place(self, operator: int, device: int, start: float) -> list[int]:
         """Place an operator; returns those that are ready by this."""
         end = start + self._problem.seconds[operator][device]
-        self._reserve(operator, device)
+        if self._problem.fitting:
+            self._memory.remove(operator, self._problem.fitting[operator])
+        self._memory.place(operator, device)
         self.assignment[operator] = device
         self.starts[operator], self.ends[operator] = start, end
-        if end > start:
-            insort(self._busy[device], (start, end))
+        self._busy[device].book(start, end)
         self.ready.discard(operator)
         for successor in self._problem.successors[operator]:
             self._waiting_for[successor] -= 1
@@ -108,32 +104,17 @@ class PartialSchedule:
         """The schedule in this order as the simulator prices it."""
         return best_schedule(self._problem, self.assignment, self.order)
 
-    def _has_room(self, operator: int, device: int) -> bool:
-        if not self._memory.is_binding:
-            return True
-        self._reserve(operator, device)
-        has_room = self._memory.fits
-        self._memory.remove(operator, device)
-        if self._problem.fitting:
-            self._memory.place(operator, self._problem.fitting[operator])
-        return has_room
-
-    def _reserve(self, operator: int, device: int) -> None:
-        """Count an operator that is not placed yet on this device."""
-        if self._problem.fitting:
-            self._memory.remove(operator, self._problem.fitting[operator])
-        self._memory.place(operator, device)
-
-
-def first_gap(spans: Sequence[tuple[float, float]], ready: float, seconds: float) -> float:
-    """The first time from `ready` on with `seconds` free. `spans` are the busy times, sorted and not overlapping."""
-    start = ready
-    for index in range(max(0, bisect_left(spans, (ready, ready)) - 1), len(spans)):
-        begin, end = spans[index]
-        if start + seconds <= begin:
-            break
-        start = max(start, end)
-    return start
+    def _with_room(self, operator: int) -> list[int]:
+        """The devices with room for an operator that is not placed yet."""
+        problem, memory = self._problem, self._memory
+        if not memory.is_binding:
+            return list(range(problem.num_devices))
+        if problem.fitting:
+            memory.remove(operator, problem.fitting[operator])
+        left = memory.left_bytes(operator)
+        if problem.fitting:
+            memory.place(operator, problem.fitting[operator])
+        return [device for device, num_bytes in enumerate(left) if num_bytes >= 0]
 
 
 def mean_seconds(problem: PlacementProblem) -> list[float]:
@@ -224,16 +205,6 @@ def rank_order(problem: PlacementProblem, ranks: Sequence[float]) -> list[int]:
     return topological_order(problem.predecessors, lambda operator: -ranks[operator])
 
 
-_Spans = list[tuple[float, float]]  # sorted, none overlaps another
-
-
-class _BookedTransfer(NamedTuple):
-    send: Send
-    source: int  # device
-    start: float
-    end: float
-
-
 def contended_heft(
     problem: PlacementProblem,
     pins: Mapping[int, int] | None = None,
@@ -247,14 +218,14 @@ def contended_heft(
     """
     pins = pins or {}
     partial = PartialSchedule(problem, "contended-heft")
-    channels = _Channels(problem)
+    channels = Channels(problem)
     if ranks is None:
         ranks = upward_ranks(problem)
     items: list[tuple[float, float, int, Item]] = []
     for operator in rank_order(problem, ranks):
         options = []
         for device in partial.candidates(operator, [pins[operator]] if operator in pins else devices):
-            transfers, ready = channels.plan_transfers(operator, device, partial)
+            transfers, ready = channels.plan_transfers(operator, device, partial.assignment, partial.ends)
             start = partial.first_gap_start(operator, device, ready)
             options.append((start + problem.seconds[operator][device], device, start, transfers))
         end, device, start, transfers = min(options, key=lambda option: option[:2])
@@ -263,56 +234,3 @@ def contended_heft(
         items.append((start, end, operator, operator))
         items += [(each.start, each.end, problem.flows[each.send.flow].source, each.send) for each in transfers]
     return best_schedule(problem, partial.assignment, sorted_by_start(items))
-
-
-class _Channels:
-    def __init__(self, problem: PlacementProblem) -> None:
-        self._problem = problem
-        self._sending: list[_Spans] = [[] for _ in problem.devices]
-        self._receiving: list[_Spans] = [[] for _ in problem.devices]
-        self._media: defaultdict[int, _Spans] = defaultdict(list)  # by number
-        self._arrivals: dict[Send, float] = {}  # arrival time of each booked transfer
-
-    def plan_transfers(
-        self, operator: int, device: int, partial: PartialSchedule
-    ) -> tuple[list[_BookedTransfer], float]:
-        """The transfers that the operator needs on a device, and the time at which all its inputs are there."""
-        problem, transfers, ready = self._problem, list[_BookedTransfer](), 0.0
-        reserved: _Spans = []  # of the device's receiving side, by these transfers
-        for index in sorted(problem.incoming[operator], key=lambda f: partial.ends[problem.flows[f].source]):
-            producer = problem.flows[index].source
-            source, send = partial.assignment[producer], Send(index, device)
-            if source == device:
-                ready = max(ready, partial.ends[producer])
-            elif send in self._arrivals:
-                ready = max(ready, self._arrivals[send])
-            else:
-                seconds = problem.flows[index].seconds[source][device]
-                start = self._first_gap(partial.ends[producer], seconds, source, device, reserved)
-                transfers.append(_BookedTransfer(send, source, start, start + seconds))
-                insort(reserved, (start, start + seconds))
-                ready = max(ready, start + seconds + problem.latency[source][device])
-        return transfers, ready
-
-    def book(self, transfers: list[_BookedTransfer]) -> None:
-        for transfer in transfers:
-            self._arrivals[transfer.send] = transfer.end + self._problem.latency[transfer.source][transfer.send.device]
-            if self._problem.congestion and transfer.end > transfer.start:
-                for spans in self._occupied(transfer.source, transfer.send.device):
-                    insort(spans, (transfer.start, transfer.end))
-
-    def _occupied(self, source: int, device: int) -> list[_Spans]:
-        """What a transfer occupies: the sides of both ends, and the media that it crosses."""
-        crossed = self._problem.media_crossed(source, device)
-        return [self._sending[source], self._receiving[device], *(self._media[number] for number in crossed)]
-
-    def _first_gap(self, ready: float, seconds: float, source: int, device: int, reserved: _Spans) -> float:
-        if not self._problem.congestion or seconds == 0:
-            return ready
-        start, before = ready, -1.0
-        occupied = [*self._occupied(source, device), reserved]
-        while start != before:  # until one start time is free in all
-            before = start
-            for spans in occupied:
-                start = first_gap(spans, start, seconds)
-        return start

@@ -37,6 +37,15 @@ class MemoryLedger:
     def fits(self) -> bool:
         return all(used <= budget for used, budget in zip(self._used, self._problem.budget_bytes, strict=True))
 
+    def left_bytes(self, operator: int) -> list[int]:
+        """By device, the bytes left if an operator that is on no device went there; negative where it has no room."""
+        own = self._problem.memory_bytes[operator]
+        left = [budget - used - own for used, budget in zip(self._used, self._problem.budget_bytes, strict=True)]
+        for index in self._weights[operator]:
+            for device, users in enumerate(self._users[index]):
+                left[device] -= 0 if users else self._problem.shared[index].num_bytes
+        return left
+
     def place(self, operator: int, device: int) -> None:
         """Add an operator that is on no device."""
         self._used[device] += self._problem.memory_bytes[operator]

@@ -209,6 +209,11 @@ def in_ticks(problem: PlacementProblem) -> tuple[PlacementProblem, float]:
     def ticks(rows: FloatTable) -> FloatTable:
         return tuple(tuple(float(math.floor(time * per_unit + ROUNDING_TICKS)) for time in row) for row in rows)
 
-    known = {seconds: ticks(seconds) for seconds in {flow.seconds for flow in problem.flows}}
+    return with_times(problem, ticks), per_unit
+
+
+def with_times(problem: PlacementProblem, change: Callable[[FloatTable], FloatTable]) -> PlacementProblem:
+    """The problem with changed times: of operators, of transfers, and of latencies."""
+    known = {seconds: change(seconds) for seconds in {flow.seconds for flow in problem.flows}}
     flows = tuple(flow._replace(seconds=known[flow.seconds]) for flow in problem.flows)
-    return replace(problem, seconds=ticks(problem.seconds), latency=ticks(problem.latency), flows=flows), per_unit
+    return replace(problem, seconds=change(problem.seconds), latency=change(problem.latency), flows=flows)

@@ -16,18 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from coordinator.plan.graph.latency.doppler.features import Floats, Ints, ProblemFeatures
-from coordinator.plan.graph.latency.doppler.policy import HEADS, HIDDEN, Encoding, Policy, act, act_slopes
+from coordinator.plan.graph.latency.doppler.policy import HEADS, HIDDEN, Encoding, Policy, act, act_slopes, softmax
 from coordinator.plan.graph.latency.doppler.rollout import MAX_LOGIT_SPREAD, Rollouts, candidates_by_step
 
 Array = NDArray[np.floating[Any]]
 Weights = dict[str, Array]
-
-
-def softmax(logits_SK: Array) -> Array:
-    """Probabilities; each row sums to 1."""
-    powers: Array = np.exp(logits_SK - logits_SK.max(axis=-1, keepdims=True))
-    powers /= powers.sum(axis=-1, keepdims=True)
-    return powers
 
 
 def loss_gradients(logits_SK: Array, chosen_S: NDArray[np.intp], advantages_S: Array, entropy_weight: float) -> Array:

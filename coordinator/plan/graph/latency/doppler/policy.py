@@ -192,6 +192,13 @@ def act_slopes(y: Floats) -> Floats:
     return slopes
 
 
+def softmax(logits_SK: Floats) -> Floats:
+    """Probabilities; each row sums to 1."""
+    powers: Floats = np.exp(logits_SK - logits_SK.max(axis=-1, keepdims=True))
+    powers /= powers.sum(axis=-1, keepdims=True)
+    return powers
+
+
 # ---- its file -----------------------------------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.random import Generator
 
-from coordinator.plan.graph.latency.doppler.clock import TICKS_PER_MEAN_OPERATOR, ClockTimes, EpisodeClock
+from coordinator.plan.graph.latency.doppler.clock import TICKS_PER_MEAN_OPERATOR, EpisodeClock, in_clock_ticks
 from coordinator.plan.graph.latency.doppler.features import (
     CLOCK_COLUMNS,
     DEVICE_FEATURES,
@@ -24,7 +24,8 @@ from coordinator.plan.graph.latency.doppler.features import (
     ProblemFeatures,
     device_features,
 )
-from coordinator.plan.graph.latency.doppler.policy import HIDDEN, Policy, parameter_shapes
+from coordinator.plan.graph.latency.doppler.policy import HIDDEN, Policy, parameter_shapes, softmax
+from coordinator.plan.graph.latency.memory import MemoryLedger
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from hearth.errors import NoPlacement
 
@@ -83,9 +84,9 @@ def roll_out(problem: ProblemFeatures, policy: Policy, noise: Noise, embedded: F
     placement, (B, n, K) = problem.problem, noise.gumbel.shape
     encoding = policy.read(policy.embed(problem) if embedded is None else embedded)
     keys = _selection_keys(encoding.select_logits, noise)
-    times, memory = ClockTimes(placement), _Memory(placement, B)
-    episodes = [_Episode(placement, times, row, noise.greedy[b]) for b, row in enumerate(keys.tolist())]
-    ticks_nK = np.array(times.operators)
+    ticked, seconds_per_tick = in_clock_ticks(placement)
+    episodes = [_Episode(ticked, row, noise.greedy[b]) for b, row in enumerate(keys.tolist())]
+    ticks_nK, budgets_K = np.array(ticked.seconds), np.maximum(np.array(placement.budget_bytes, dtype=float), 1)
     sums_BKh = np.zeros((B, K, HIDDEN), np.float32)  # of the operators on each device, in hidden space
     counts_BK = np.zeros((B, K), np.float32)
     found = Rollouts(
@@ -101,20 +102,19 @@ def roll_out(problem: ProblemFeatures, policy: Policy, noise: Noise, embedded: F
     rows: Ints = np.arange(B)  # of the episodes that go on
     for step in range(n):
         operators: Ints = np.array([episodes[b].select() for b in rows])
-        needed = memory.needed(rows, operators)
-        has_room = (needed <= memory.free_BK[rows]).any(axis=1)
+        left = np.array([episodes[b].memory.left_bytes(v) for b, v in zip(rows, operators.tolist(), strict=True)])
+        has_room = (left >= 0).any(axis=1)
         if not has_room.all():
             found.complete[rows[~has_room]] = False
-            rows, operators, needed = rows[has_room], operators[has_room], needed[has_room]
+            rows, operators, left = rows[has_room], operators[has_room], left[has_room]
             if not len(rows):
                 raise NoPlacement(graph=placement.name, strategy="doppler")
-        left = memory.free_BK[rows] - needed
         allowed = left >= 0
         raw = np.empty((len(rows), len(RAW_COLUMNS), K))
         seen = [episodes[b].clock.observe(v) for b, v in zip(rows.tolist(), operators.tolist(), strict=True)]
         raw[:, : len(CLOCK_COLUMNS)] = np.array(seen).reshape(len(rows), -1, K)
         raw[:, -3] = ticks_nK[operators]
-        raw[:, -2] = left / memory.budgets_K
+        raw[:, -2] = left / budgets_K
         raw[:, -1] = problem.incumbent[operators]
         features = device_features(raw, allowed, TICKS_PER_MEAN_OPERATOR)
         placed = sums_BKh[rows] / np.maximum(counts_BK[rows], 1)[:, :, None]
@@ -123,17 +123,16 @@ def roll_out(problem: ProblemFeatures, policy: Policy, noise: Noise, embedded: F
         devices = noisy.argmax(axis=1)
         for b, device in zip(rows.tolist(), devices.tolist(), strict=True):
             episodes[b].place(device)
-        memory.hold(rows, operators, devices, needed)
         sums_BKh[rows, devices] += encoding.placed[operators]
         counts_BK[rows, devices] += 1
         found.orders[rows, step] = operators
         found.assignments[rows, operators] = devices
-        found.probabilities[rows, operators] = _softmax(logits)
+        found.probabilities[rows, operators] = softmax(logits)
         found.allowed[rows, operators] = allowed
         found.features[rows, operators] = features
     for b in rows.tolist():
-        found.starts[b] = np.array(episodes[b].clock.starts) * times.seconds_per_tick
-        found.makespans[b] = max(episodes[b].clock.ends) * times.seconds_per_tick
+        found.starts[b] = np.array(episodes[b].clock.starts) * seconds_per_tick
+        found.makespans[b] = max(episodes[b].clock.ends) * seconds_per_tick
     return found
 
 
@@ -180,10 +179,10 @@ def _selection_keys(logits_n: Floats, noise: Noise) -> Floats:
 
 
 class _Episode:
-    """One episode: SEL's candidates, and the clock."""
+    """One episode of a problem in ticks: SEL's candidates, the clock, and the memory in use."""
 
-    def __init__(self, problem: PlacementProblem, times: ClockTimes, keys: list[float], greedy: bool) -> None:
-        self.clock = EpisodeClock(times)
+    def __init__(self, problem: PlacementProblem, keys: list[float], greedy: bool) -> None:
+        self.clock, self.memory = EpisodeClock(problem), MemoryLedger(problem)
         self._problem, self._keys, self._greedy = problem, keys, greedy
         self._waiting_for = [len(predecessors) for predecessors in problem.predecessors]
         self._candidates = [(keys[i], i) for i, count in enumerate(self._waiting_for) if not count]
@@ -200,43 +199,8 @@ class _Episode:
     def place(self, device: int) -> None:
         """Place the selected operator; operators that waited for it alone become candidates."""
         self.clock.place(device)
+        self.memory.place(self._operator, device)
         for successor in self._problem.successors[self._operator]:
             self._waiting_for[successor] -= 1
             if not self._waiting_for[successor]:
                 heapq.heappush(self._candidates, (self._now + self._keys[successor], successor))
-
-
-class _Memory:
-    """Free memory of every device in every episode. Shared weights are held once per device."""
-
-    def __init__(self, problem: PlacementProblem, B: int) -> None:
-        self.free_BK = np.tile(np.array(problem.budget_bytes, dtype=np.int64), (B, 1))
-        self.budgets_K = np.maximum(np.array(problem.budget_bytes, dtype=float), 1)
-        self._bytes_n = np.array(problem.memory_bytes, dtype=np.int64)
-        self._shared_bytes = [group.num_bytes for group in problem.shared]
-        self._groups: dict[int, list[int]] = {}  # by operator, those of its shared weights
-        for index, group in enumerate(problem.shared):
-            for operator in set(group.operators):
-                self._groups.setdefault(operator, []).append(index)
-        self._held_BgK = np.zeros((B, len(problem.shared), problem.num_devices), bool)
-
-    def needed(self, rows: Ints, operators: Ints) -> Ints:
-        """Bytes that each episode's operator adds to each device, [rows, K]."""
-        needed = np.tile(self._bytes_n[operators][:, None], (1, self.free_BK.shape[1]))
-        for index, (b, operator) in enumerate(zip(rows.tolist(), operators.tolist(), strict=True)):
-            for group in self._groups.get(operator, ()):
-                needed[index] += np.where(self._held_BgK[b, group], 0, self._shared_bytes[group])
-        return needed
-
-    def hold(self, rows: Ints, operators: Ints, devices: Ints, needed_BK: Ints) -> None:
-        """Place each episode's operator on its device."""
-        self.free_BK[rows, devices] -= needed_BK[np.arange(len(rows)), devices]
-        for b, operator, device in zip(rows.tolist(), operators.tolist(), devices.tolist(), strict=True):
-            for group in self._groups.get(operator, ()):
-                self._held_BgK[b, group, device] = True
-
-
-def _softmax(logits: Floats) -> Floats:
-    raised = np.exp(logits - logits.max(axis=1, keepdims=True))
-    shares: Floats = raised / raised.sum(axis=1, keepdims=True)
-    return shares

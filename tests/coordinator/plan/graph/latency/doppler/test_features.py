@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from support.placement_problems import in_other_unit, on_media, random_problem
 
-from coordinator.plan.graph.latency.doppler.clock import TICKS_PER_MEAN_OPERATOR, ClockTimes, EpisodeClock
+from coordinator.plan.graph.latency.doppler.clock import TICKS_PER_MEAN_OPERATOR, EpisodeClock, in_clock_ticks
 from coordinator.plan.graph.latency.doppler.features import (
     CLOCK_COLUMNS,
     DEVICE_FEATURES,
@@ -77,7 +77,7 @@ def test_incumbent_is_a_feature_of_operators_and_devices() -> None:
 
 
 def test_device_features_of_a_diamond() -> None:
-    clock = EpisodeClock(ClockTimes(DIAMOND))
+    clock = EpisodeClock(in_clock_ticks(DIAMOND)[0])
     for operator, device in ((0, 0), (1, 1)):
         clock.observe(operator)
         clock.place(device)
@@ -136,7 +136,9 @@ def test_features_of_one_operator_without_time_or_memory_are_finite() -> None:
     nothing = PlacementProblem("one", ("a",), ("d",), ((0.0,),), (0,), (0,), (), ((0.0,),))
     found = problem_features(nothing)
     assert np.isfinite(found.vertices).all()
-    raw = np.array([*EpisodeClock(ClockTimes(nothing)).observe(0), 0.0, 0.0, 0.0]).reshape(1, len(RAW_COLUMNS), 1)
+    raw = np.array([*EpisodeClock(in_clock_ticks(nothing)[0]).observe(0), 0.0, 0.0, 0.0]).reshape(
+        1, len(RAW_COLUMNS), 1
+    )
     assert np.isfinite(device_features(raw, np.array([[True]]), TICKS_PER_MEAN_OPERATOR)).all()
 
 
@@ -146,10 +148,11 @@ def test_clock_books_as_contended_heft_does(seed: int, congestion: bool) -> None
     problem = random_problem(np.random.default_rng(seed), num_operators=24, congestion=congestion)
     if seed % 2:
         problem = on_media(problem, (0, 1))
-    clock = EpisodeClock(ClockTimes(problem))
+    ticked, _ = in_clock_ticks(problem)
+    clock = EpisodeClock(ticked)
     start, K = CLOCK_COLUMNS.index("start"), problem.num_devices
     for operator in rank_order(problem, upward_ranks(problem)):
         starts = clock.observe(operator)[start * K : (start + 1) * K]
-        ends = [at + ticks for at, ticks in zip(starts, ClockTimes(problem).operators[operator], strict=True)]
+        ends = [at + ticks for at, ticks in zip(starts, ticked.seconds[operator], strict=True)]
         clock.place(ends.index(min(ends)))
     assert tuple(clock.assignment) == contended_heft(problem).assignment
