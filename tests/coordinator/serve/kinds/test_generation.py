@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
 from support.controllers import ServedController, serving
-from support.devices import ready_device
 from support.fleets import TransformerFleet
 from support.plans import LLAMA_1B, make_plan, with_generation
 from support.servers import rpc_server
@@ -59,11 +58,6 @@ PLAN = make_plan(
 )
 DIED = errors.WorkerDied(device="device1", reason="killed")
 LOST = errors.DeviceLost(device="device1", reason="no answer")
-ERRORS_OF_A_REQUEST = (
-    errors.BadRequest(reason="no"),
-    errors.FrameTooLarge(num_bytes=2, cap_bytes=1),
-    errors.QueueFull(limit=1),
-)
 MODEL = TextModel(SPEC, None, GenerationDefaults(stop_ids=(END_TOKEN,)))
 
 
@@ -83,11 +77,7 @@ def expected(prompt: Sequence[int], count: int) -> list[int]:
 @dataclass
 class Request:
     ids: list[int]
-    sampling: wire.Sampling
-    max_tokens: int
-    stop_ids: tuple[int, ...]
-    first_index: int
-    prefix_scope: str = ""
+    asked: wire.GenerateTokens
 
 
 @dataclass
@@ -117,15 +107,12 @@ class Script:
         assert token_ids.dtype == np.int32
         assert timeout_seconds > 0
         ids, reason = token_ids.tolist(), "length"
-        max_tokens, stop_ids, first_index, max_drafted = (
-            asked.max_tokens, asked.stop_ids, asked.first_index, asked.max_drafted
-        )  # fmt: skip
-        self.requests.append(Request(list(ids), asked.sampling, max_tokens, stop_ids, first_index, asked.prefix_scope))
+        self.requests.append(Request(list(ids), asked))
         limit, error = self.fails.pop(0) if self.fails else (None, None)
         self.open_now += 1
         count, batch = 0, []
         try:
-            while count < max_tokens and reason == "length":
+            while count < asked.max_tokens and reason == "length":
                 await asyncio.sleep(0)
                 if count == limit:
                     assert error is not None
@@ -133,12 +120,12 @@ class Script:
                 if count == self.silent_after:
                     while not self.silence_ended:
                         await asyncio.sleep(0.005)
-                token = self.tokens[first_index + count] if self.tokens else next_token(ids)
+                token = self.tokens[asked.first_index + count] if self.tokens else next_token(ids)
                 ids.append(token)
                 batch.append(token)
                 count += 1
-                reason = "stop" if token in stop_ids else "length"
-                if len(batch) == self.at_once or reason == "stop" or count == max_tokens:
+                reason = "stop" if token in asked.stop_ids else "length"
+                if len(batch) == self.at_once or reason == "stop" or count == asked.max_tokens:
                     self.tokens_given += len(batch)
                     yield wire.TokensGenerated(token_ids=tuple(batch))
                     batch = []
@@ -148,7 +135,7 @@ class Script:
             yield wire.GenerationEnded(
                 reason=reason, num_prompt_tokens=len(token_ids), num_tokens=count, queued_seconds=0.5,
                 prefill_seconds=0.25, decode_seconds=0.125, num_kept_rows=min(self.num_cached, len(token_ids)),
-                num_drafted=2 * max_drafted, num_accepted=max_drafted,
+                num_drafted=2 * asked.max_drafted, num_accepted=asked.max_drafted,
             )  # fmt: skip
         finally:
             self.open_now -= 1
@@ -217,7 +204,9 @@ def test_tokens_are_streamed_and_end_with_usage() -> None:
     script = Script()
     found = asyncio.run(ask(Host(script), max_tokens=6, sampling=wire.SamplingChoice(temperature=0.5, seed=3)))
     assert found.tokens == expected((1, 2, 3), 6)
-    assert script.requests == [Request([1, 2, 3], wire.Sampling(temperature=0.5, seed=3), 6, (END_TOKEN,), 0)]
+    (request,) = script.requests
+    assert (request.ids, request.asked.max_tokens, request.asked.first_index) == ([1, 2, 3], 6, 0)
+    assert (request.asked.sampling, request.asked.stop_ids) == (wire.Sampling(temperature=0.5, seed=3), (END_TOKEN,))
     end = found.end
     assert (end.reason, end.num_prompt_tokens, end.num_tokens, end.text) == ("length", 3, 6, "")
     assert (end.first_token_seconds, end.decode_seconds) == (0.25, 0.125)
@@ -228,7 +217,7 @@ def test_random_seeds_differ_between_requests() -> None:
     script = Script()
     for _ in range(2):
         asyncio.run(ask(Host(script), max_tokens=1))
-    first, second = (request.sampling.seed for request in script.requests)
+    first, second = (request.asked.sampling.seed for request in script.requests)
     assert first != second
 
 
@@ -358,7 +347,7 @@ def test_probe_fits_into_any_context() -> None:
         asyncio.run(probe(script))
         (request,) = script.requests
         assert 1 <= len(request.ids) <= 8
-        assert len(request.ids) + request.max_tokens <= max(context, 2)
+        assert len(request.ids) + request.asked.max_tokens <= max(context, 2)
 
 
 # ---- failover -------------------------------------------------------------------------------------------------------
@@ -382,7 +371,8 @@ def test_generation_resumes_on_the_next_plan_after_a_failure(error: errors.Heart
     assert host.errors == [error]
     (began,), (resumed,) = first.requests, second.requests
     assert resumed.ids == [1, 2, 3, *found.tokens[:4]]
-    assert (resumed.first_index, resumed.max_tokens, resumed.sampling) == (4, 6, began.sampling)
+    assert (resumed.asked.first_index, resumed.asked.max_tokens) == (4, 6)
+    assert resumed.asked.sampling == began.asked.sampling
     assert (found.end.num_prompt_tokens, found.end.num_tokens, found.end.reason) == (3, 10, "length")
 
 
@@ -418,14 +408,6 @@ def test_losses_that_no_request_causes_are_not_counted() -> None:
     assert asyncio.run(ask(Host(*scripts, Script()), max_tokens=4)).tokens == expected((1, 2, 3), 4)
 
 
-@pytest.mark.parametrize("error", ERRORS_OF_A_REQUEST, ids=repr)
-def test_request_errors_are_not_retried(error: errors.HearthError) -> None:
-    host = Host(Script(fails=[(1, error)]), Script())
-    with pytest.raises(type(error)):
-        asyncio.run(ask(host, max_tokens=20))
-    assert host.errors == []
-
-
 def test_internal_error_of_one_request_does_not_end_a_plan_that_works() -> None:
     error = errors.InternalError(where="a worker", reason="a fault")
     script = Script(fails=[(0, error), (0, error)])
@@ -456,7 +438,7 @@ async def test_apps_share_no_prefixes_unless_allowed(shared: bool, scopes: list[
     for name in ("lamp", "heating"):
         found = await asyncio.create_task(ask_as(name, generations))
         assert found.end.num_cached_tokens == 2
-    assert [request.prefix_scope for request in script.requests] == scopes
+    assert [request.asked.prefix_scope for request in script.requests] == scopes
     assert (host.num_prompt_tokens, host.num_cached_tokens) == (6, 4)
 
 
@@ -579,19 +561,12 @@ def test_stop_text_length_is_checked(stop: str, tokenizer: TextTokenizer) -> Non
 # ---- the deployment -------------------------------------------------------------------------------------------------
 
 
-class Agents:
-    """A fleet whose rank 0 streams a script, and whose other ranks answer Abort with the errors they know."""
+class DecoderFleet(TransformerFleet):
+    """Rank 0 streams a script."""
 
-    holder = "test"
-
-    def __init__(self, script: Script, knows: errors.HearthError | None = None) -> None:
-        self.aborted: list[str] = []
-        self.devices = {device.device_id: ready_device(device.device_id) for device in PLAN.devices}
-        self._script = script
-        self._knows = knows
-
-    def may_compute(self) -> bool:
-        return True
+    def __init__(self, names: Sequence[str], script: Script) -> None:
+        super().__init__(names)
+        self.script = script
 
     async def stream(
         self,
@@ -602,52 +577,49 @@ class Agents:
         timeout_seconds: float,
         may_return: Callable[[], bool],
     ) -> AsyncGenerator[Reply, None]:
+        assert (message.epoch, last) == (self.loads[device_id].plan.epoch, wire.GenerationEnded)
         ids = unpack_array([bytes(frame) for frame in payload])
-        assert (device_id, message.epoch, last) == ("id0", PLAN.epoch, wire.GenerationEnded)
-        answers = self._script.generate(ids, message, timeout_seconds)
+        answers = self.script.generate(ids, message, timeout_seconds)
         async with aclosing(answers):
             async for answer in answers:
                 yield Reply(answer)
 
-    async def call(
-        self, device_id: str, message: wire.Message, payload: Sequence[Any] = (), timeout_seconds: float = 0.0
-    ) -> Reply:
-        assert isinstance(message, wire.Abort)
-        self.aborted.append(device_id)
-        if self._knows is not None and device_id == "id1":
+
+class Agents(DecoderFleet):
+    """The devices of `PLAN`, of which id1 answers an Abort with the error that it knows."""
+
+    def __init__(self, script: Script, knows: errors.HearthError | None = None) -> None:
+        super().__init__([device.device_id for device in PLAN.devices], script)
+        self.loads["id0"] = wire.Load.model_construct(plan=PLAN)
+        self._knows = knows
+
+    async def call(self, device_id: str, message: wire.Message, *arguments: Any, **options: Any) -> Reply:
+        reply = await super().call(device_id, message, *arguments, **options)
+        if device_id == "id1" and self._knows is not None:
             raise self._knows
-        return Reply(wire.Done())
+        return reply
 
 
-async def deployed(
+def deployed(
     agents: Agents,
 ) -> tuple[TransformerDeployment, AsyncGenerator[wire.TokensGenerated | wire.GenerationEnded, None]]:
-    deployment = TransformerDeployment(agents, PLAN)  # type: ignore[arg-type]
+    deployment = TransformerDeployment(agents, PLAN)
     request = wire.GenerateTokens(**deployment.command_fields, max_tokens=9)
     return deployment, deployment.generate(np.asarray([1, 2, 3], np.int32), request, 5.0)
 
 
-async def test_deployment_streams_from_rank_0() -> None:
-    script = Script()
-    deployment, answers = await deployed(Agents(script))
-    found = [answer async for answer in answers]
-    assert [token for answer in found[:-1] for token in answer.token_ids] == expected((1, 2, 3), 9)  # type: ignore[union-attr]
-    assert isinstance(found[-1], wire.GenerationEnded)
-    assert (deployment.failure, script.open_now) == (None, 0)
-
-
 async def test_root_cause_is_found_and_all_ranks_are_aborted() -> None:
     agents = Agents(Script(fails=[(2, errors.StepFailed(device="device0", reason="rank 1 is silent"))]), knows=DIED)
-    _, answers = await deployed(agents)
+    _, answers = deployed(agents)
     with pytest.raises(errors.WorkerDied):
         async for _ in answers:
             pass
-    assert agents.aborted == ["id0", "id1"]
+    assert [device for device, message in agents.asked if isinstance(message, wire.Abort)] == ["id0", "id1"]
 
 
 async def test_device_loss_ends_the_stream_immediately() -> None:
     script = Script(silent_after=2)
-    deployment, answers = await deployed(Agents(script))
+    deployment, answers = deployed(Agents(script))
     await anext(answers)
     asyncio.get_running_loop().call_later(0.05, deployment.fail, DIED)
     began = time.monotonic()
@@ -661,18 +633,9 @@ async def test_device_loss_ends_the_stream_immediately() -> None:
         await anext(deployment.generate(np.ones(1, np.int32), request, 1.0))
 
 
-@pytest.mark.parametrize("error", ERRORS_OF_A_REQUEST, ids=repr)
-async def test_request_error_does_not_end_the_deployment(error: errors.HearthError) -> None:
-    agents = Agents(Script(fails=[(0, error)]))
-    deployment, answers = await deployed(agents)
-    with pytest.raises(type(error)):
-        await anext(answers)
-    assert (agents.aborted, deployment.failure) == ([], None)
-
-
 async def test_abandoned_stream_is_closed_at_the_agent() -> None:
     script = Script(silent_after=2)
-    _, answers = await deployed(Agents(script))
+    _, answers = deployed(Agents(script))
     await anext(answers)
     waiting = asyncio.create_task(_collect(answers))
     await let_tasks_run()
@@ -688,30 +651,6 @@ async def _collect(answers: AsyncGenerator[Any, None]) -> list[Any]:
 # ---- the controller -------------------------------------------------------------------------------------------------
 
 
-class DecoderFleet(TransformerFleet):
-    """Rank 0 streams a script."""
-
-    def __init__(self, names: str, script: Script) -> None:
-        super().__init__(names)
-        self.script = script
-
-    async def stream(
-        self,
-        device_id: str,
-        message: wire.GenerateTokens,
-        payload: Sequence[Any],
-        last: type[Any],
-        timeout_seconds: float,
-        may_return: Callable[[], bool],
-    ) -> AsyncGenerator[Reply, None]:
-        assert message.epoch == self.loads[device_id].plan.epoch
-        ids = unpack_array([bytes(frame) for frame in payload])
-        answers = self.script.generate(ids, message, timeout_seconds)
-        async with aclosing(answers):
-            async for answer in answers:
-                yield Reply(answer)
-
-
 class MeasuredFleet(DecoderFleet):
     """Rank 0 answers with the error and the time of each format."""
 
@@ -719,19 +658,11 @@ class MeasuredFleet(DecoderFleet):
         super().__init__(names, Script())
         self.orders: list[wire.GenerateTokens] = []
 
-    async def stream(
-        self,
-        device_id: str,
-        message: wire.GenerateTokens,
-        payload: Sequence[Any],
-        last: type[Any],
-        timeout_seconds: float,
-        may_return: Callable[[], bool],
-    ) -> AsyncGenerator[Reply, None]:
+    async def stream(self, device_id: str, message: wire.GenerateTokens, *rest: Any) -> AsyncGenerator[Reply, None]:
         self.orders.append(message)
         errors = {"exact": 0.0, "fp16": 1e-4, "bf16": 1e-3, "int8": 1e-2}
         seconds = {"exact": 9.0, "fp16": 5.0, "bf16": 4.0, "int8": 2.0}
-        async with aclosing(super().stream(device_id, message, payload, last, timeout_seconds, may_return)) as replies:
+        async with aclosing(super().stream(device_id, message, *rest)) as replies:
             async for reply in replies:
                 if isinstance(reply.message, wire.GenerationEnded) and message.logits == "compare":
                     assert message.values is not None
@@ -767,7 +698,15 @@ async def tokens_of(home: ServedController, **fields: Any) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    "error", [*ERRORS_OF_A_REQUEST, errors.StepFailed(device="device1", reason="silent"), DIED], ids=repr
+    "error",
+    [
+        errors.BadRequest(reason="no"),
+        errors.FrameTooLarge(num_bytes=2, cap_bytes=1),
+        errors.QueueFull(limit=1),
+        errors.StepFailed(device="device1", reason="silent"),
+        DIED,
+    ],
+    ids=repr,
 )
 async def test_only_errors_beyond_the_request_end_the_deployment(error: errors.HearthError, tmp_path: Path) -> None:
     script = Script()
@@ -777,7 +716,9 @@ async def test_only_errors_beyond_the_request_end_the_deployment(error: errors.H
         if error.scope == "request":
             with pytest.raises(type(error)):
                 await tokens_of(home, max_tokens=5)
+            assert await tokens_of(home, max_tokens=5) == expected((1, 2, 3), 5)
             assert (home.ready, home.plan.epoch, home.controller.requests.num_failed) == (True, 1, 1)
+            assert not any(isinstance(message, wire.Abort) for _, message in home.fleet.asked)
         else:
             assert await tokens_of(home, max_tokens=5) == expected((1, 2, 3), 5)
             assert home.controller.requests.num_failed == 0
@@ -964,8 +905,8 @@ async def test_stream_continues_on_a_coordinator_that_started_again(
         assert await reading == "Grüße! one two three "
     (first,), (second,) = script.requests, again.requests
     assert second.ids == [*first.ids, *script.tokens[:9]]
-    assert (second.first_index, second.sampling) == (9, first.sampling)
-    assert sampling.get("seed") in (None, first.sampling.seed)
+    assert (second.asked.first_index, second.asked.sampling) == (9, first.asked.sampling)
+    assert sampling.get("seed") in (None, first.asked.sampling.seed)
     usage = answer.usage
     assert (usage.num_prompt_tokens, usage.num_tokens) == (2, len(answer.token_ids))
     assert answer.token_ids == script.tokens[: len(answer.token_ids)]
