@@ -14,26 +14,24 @@ from support.plans import BERT_LARGE, make_plan
 from coordinator.deploy.deployment import Deployment
 from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.devices import registry
-from hearth.errors import ConnectionLost, DeviceLost, HearthError, StepFailed
+from hearth.errors import ConnectionLost, DeviceLost, StepFailed
 from hearth.plan.plan import TransformerPlan
 from hearth.platform.asyncio_tools import loop_time
 from hearth.wire.messages import Abort, Load, Message, Run, Unload
 from hearth.wire.rpc import Reply
 
 
-def test_close_skips_devices_that_this_coordinator_has_never_met() -> None:
-    async def close() -> list[str]:
-        plan = make_plan(BERT_LARGE, "hmp", [1.0, 1.0])
-        fleet = TransformerFleet("a")
-        met = plan.devices[0].model_copy(update={"device_id": "a"})
-        deployment = Deployment(fleet, plan.model_copy(update={"devices": (met, plan.devices[1])}))
-        await deployment.close()
-        return [device for device, message in fleet.asked if isinstance(message, Unload)]
-
-    assert asyncio.run(close()) == ["a"]
+async def unloaded_by_close(fleet: TransformerFleet) -> list[str]:
+    """The devices on which a deployment on a and b unloads its workers when it closes."""
+    await Deployment(fleet, plan_for("ab")).close()
+    return [device for device, message in fleet.asked if isinstance(message, Unload)]
 
 
-def test_close_stops_a_worker_whose_agent_answers_over_a_new_connection() -> None:
+async def test_close_skips_devices_that_this_coordinator_has_never_met() -> None:
+    assert await unloaded_by_close(TransformerFleet("a")) == ["a"]
+
+
+async def test_close_stops_a_worker_whose_agent_answers_over_a_new_connection() -> None:
     class Reconnects(TransformerFleet):
         async def answers_again(self, device_id: str) -> bool:
             if device_id in self.devices and self.devices[device_id].health != "dead":
@@ -41,14 +39,10 @@ def test_close_stops_a_worker_whose_agent_answers_over_a_new_connection() -> Non
                 return True
             return False
 
-    async def close() -> list[str]:
-        fleet = Reconnects("ab")
-        fleet.devices["a"] = registry.after_connection_lost(fleet.devices["a"], loop_time())
-        fleet.kill("b")
-        await Deployment(fleet, plan_for("ab")).close()
-        return [device for device, message in fleet.asked if isinstance(message, Unload)]
-
-    assert asyncio.run(close()) == ["a"]
+    fleet = Reconnects("ab")
+    fleet.devices["a"] = registry.after_connection_lost(fleet.devices["a"], loop_time())
+    fleet.kill("b")
+    assert await unloaded_by_close(fleet) == ["a"]
 
 
 async def test_a_cancelled_step_leaves_no_abort_running() -> None:
@@ -64,9 +58,7 @@ async def test_a_cancelled_step_leaves_no_abort_running() -> None:
     async def fail() -> None:
         raise StepFailed(device="a", reason="a tile is missing")
 
-    plan = make_plan(BERT_LARGE, "local", [1.0])
-    device = plan.devices[0].model_copy(update={"device_id": "a"})
-    deployment = Deployment(SlowToAbort("a"), plan.model_copy(update={"devices": (device,)}))
+    deployment = Deployment(SlowToAbort("a"), plan_for("a"))
     abort = Abort(**deployment.command_fields, reason="")
     step = asyncio.create_task(deployment.gather_or_abort([fail()], abort))
     await asyncio.wait_for(aborting.wait(), 20)
@@ -84,20 +76,14 @@ async def test_a_cancelled_step_leaves_no_abort_running() -> None:
         (StepFailed(device="rank 0", reason="as its peer said"), "a", ""),
     ],
 )
-def test_errors_of_ranks_name_their_devices(error: StepFailed, device: str, peer: str) -> None:
-    async def fail() -> HearthError:
-        deployment = Deployment(TransformerFleet("ab"), plan_for("ab"))
+async def test_errors_of_ranks_name_their_devices(error: StepFailed, device: str, peer: str) -> None:
+    async def call(rank: int) -> None:
+        if rank == 1:
+            raise error
 
-        async def call(rank: int) -> None:
-            if rank == 1:
-                raise error
-
-        with pytest.raises(StepFailed) as raised:
-            await deployment.gather_or_abort(map(call, range(2)))
-        return raised.value
-
-    raised = asyncio.run(fail())
-    assert (raised.device_name, raised.details()["peer"]) == (device, peer)
+    with pytest.raises(StepFailed) as raised:
+        await Deployment(TransformerFleet("ab"), plan_for("ab")).gather_or_abort(map(call, range(2)))
+    assert (raised.value.device_name, raised.value.details()["peer"]) == (device, peer)
 
 
 @pytest.mark.parametrize("num_resets", [1, 3])

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
-from coordinator.http.answer_stream import Part, parts_of
+from coordinator.http.answer_stream import parts_of
 from coordinator.http.app import is_allowed_host
 from coordinator.http.failures import failure
 from hearth.client.answers import AsyncGeneration, Token, Usage
@@ -31,24 +31,17 @@ def generation(pauses: list[float], ended: list[int], number: int = 0) -> AsyncG
     return AsyncGeneration(parts())
 
 
-def test_silence_gives_a_sign_of_life_and_loses_nothing() -> None:
-    async def run() -> list[Part | None]:
-        return [part async for part in parts_of([generation([0.0, 0.2], [])], silence_seconds=0.05)]
-
-    parts = asyncio.run(run())
+async def test_silence_gives_a_sign_of_life_and_loses_nothing() -> None:
+    parts = [part async for part in parts_of([generation([0.0, 0.2], [])], silence_seconds=0.05)]
     assert None in parts
     assert [part.token.text if part.token else part.usage for part in parts if part] == ["0", "0", USAGE]
 
 
-def test_closing_cancels_all_answers() -> None:
+async def test_closing_cancels_all_answers() -> None:
     ended: list[int] = []
-
-    async def run() -> None:
-        parts = parts_of([generation([0.0, 60.0], ended, number) for number in range(3)])
-        assert await anext(parts) is not None
-        await parts.aclose()
-
-    asyncio.run(run())
+    parts = parts_of([generation([0.0, 60.0], ended, number) for number in range(3)])
+    assert await anext(parts) is not None
+    await parts.aclose()
     assert sorted(ended) == [0, 1, 2]
 
 

@@ -79,15 +79,12 @@ async def test_slow_but_whole_requests_are_answered(monkeypatch: pytest.MonkeyPa
         writer.close()
 
 
-def test_answer_that_nobody_reads_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_answer_that_nobody_reads_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "UNREAD_SECONDS", 0.2)
     GONE.clear()
 
-    async def run() -> None:
-        async with served(app) as port:
-            with socket.create_connection(("127.0.0.1", port)) as plain:
-                plain.sendall(REQUEST.replace(b"/ ", b"/endless ", 1))
-                await until("the end of the answer", lambda: GONE, LIMIT_SECONDS)
-
-    asyncio.run(run())
+    async with served(app) as port:
+        with socket.create_connection(("127.0.0.1", port)) as plain:
+            plain.sendall(REQUEST.replace(b"/ ", b"/endless ", 1))
+            await until("the end of the answer", lambda: GONE, LIMIT_SECONDS)
     assert GONE == ["http.disconnect"]

@@ -77,28 +77,25 @@ async def test_requests_are_taken_where_no_standby_ever_was(tmp_path: Path) -> N
     assert await service_in(tmp_path).handle(ADMIN, QUESTION, ()) == wire.Done()
 
 
-def test_standby_that_led_before_brings_its_changes_of_keys(tmp_path: Path) -> None:
+async def test_standby_that_led_before_brings_its_changes_of_keys(tmp_path: Path) -> None:
     lamp, attic, radio = (new_keypair().public for _ in range(3))
     ended: list[str] = []
 
     async def end_requests(key: str, error: AppRevoked) -> None:
         ended.append(key)
 
-    async def main() -> None:
-        service = service_in(tmp_path, end_requests)
-        for change in (
-            wire.AddApp(request_id="1", timeout_seconds=1.0, name="lamp", public_key=lamp),
-            wire.AddDevice(request_id="2", timeout_seconds=1.0, name="attic", public_key=attic),
-        ):
-            await service.handle(ADMIN, change, ())
-        follow = wire.Follow(
-            name="b",
-            apps=KnownKeys(admitted=((radio, "radio"),), revoked=((lamp, "lamp"),)),
-            devices=KnownKeys(revoked=((attic, "attic"),)),
-        )
-        await service.handle(ADMIN, follow, ())
-
-    asyncio.run(main())
+    service = service_in(tmp_path, end_requests)
+    for change in (
+        wire.AddApp(request_id="1", timeout_seconds=1.0, name="lamp", public_key=lamp),
+        wire.AddDevice(request_id="2", timeout_seconds=1.0, name="attic", public_key=attic),
+    ):
+        await service.handle(ADMIN, change, ())
+    follow = wire.Follow(
+        name="b",
+        apps=KnownKeys(admitted=((radio, "radio"),), revoked=((lamp, "lamp"),)),
+        devices=KnownKeys(revoked=((attic, "attic"),)),
+    )
+    await service.handle(ADMIN, follow, ())
     assert ended == [lamp]
     for name, admitted, revoked in (("apps", [radio], [lamp]), ("devices", [], [attic])):
         known = KeyRegistry(tmp_path / f"{name}.json").current()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import AsyncGenerator
 
@@ -66,7 +65,7 @@ def test_list_of_models_shows_an_app_no_device_and_no_path() -> None:
     assert (shown.phase, shown.state) == ("unloaded", "serving")
 
 
-def test_error_inside_a_stream_is_reduced_and_the_stream_is_closed() -> None:
+async def test_error_inside_a_stream_is_reduced_and_the_stream_is_closed() -> None:
     closed = []
 
     async def answers() -> AsyncGenerator[wire.Message | Reply, None]:
@@ -76,15 +75,12 @@ def test_error_inside_a_stream_is_reduced_and_the_stream_is_closed() -> None:
         finally:
             closed.append(True)
 
-    async def read() -> None:
-        stream = response_for_app(answers())
-        assert isinstance(stream, AsyncGenerator)
-        assert await anext(stream) == wire.TextGenerated(token_ids=(1,), text="a")
-        with pytest.raises(errors.StepFailed) as failed:
-            await anext(stream)
-        assert "kitchen" not in str(failed.value)
-
-    asyncio.run(read())
+    stream = response_for_app(answers())
+    assert isinstance(stream, AsyncGenerator)
+    assert await anext(stream) == wire.TextGenerated(token_ids=(1,), text="a")
+    with pytest.raises(errors.StepFailed) as failed:
+        await anext(stream)
+    assert "kitchen" not in str(failed.value)
     assert closed == [True]
 
 

@@ -175,7 +175,7 @@ async def test_kinds_are_chosen_and_unknown_ones_refused(tmp_path: Path) -> None
             await seen(stream, kinds=["weather"])
 
 
-def test_full_disk_is_reported_once_and_written_later(
+async def test_full_disk_is_reported_once_and_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("coordinator.serve.events.stream._SAVE_SECONDS", 0.01)
@@ -192,13 +192,10 @@ def test_full_disk_is_reported_once_and_written_later(
                 raise OSError(28, "No space left on device")
             super().append(stream, events)  # type: ignore[arg-type]
 
-    async def main() -> None:
-        stream = EventStream(FullDisk(path))
-        task = asyncio.ensure_future(stream.run())
-        stream.record(phase("kept"))
-        await until("the events are written again", lambda: "written again" in caplog.text)
-        await cancel_all([task])
-
-    asyncio.run(main())
+    stream = EventStream(FullDisk(path))
+    task = asyncio.ensure_future(stream.run())
+    stream.record(phase("kept"))
+    await until("the events are written again", lambda: "written again" in caplog.text)
+    await cancel_all([task])
     assert caplog.text.count("cannot be written") == 1
     assert causes(EventFile(path).read()[1]) == ["kept"]

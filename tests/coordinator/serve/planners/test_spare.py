@@ -122,18 +122,14 @@ async def test_process_that_cannot_start_is_done_without(
     await spares.close()
 
 
-def test_stop_leaves_no_process() -> None:
+async def test_stop_leaves_no_process() -> None:
     before = psutil.Process().children()
-
-    async def main() -> None:
-        async with kept() as spares:
-            idle = await ready(spares)
-        assert not psutil.pid_exists(idle.pid)
-        spares.keep("transformer")
-        await asyncio.sleep(0)
-        await spares.close()  # while one starts
-
-    asyncio.run(main())
+    async with kept() as spares:
+        idle = await ready(spares)
+    assert not psutil.pid_exists(idle.pid)
+    spares.keep("transformer")
+    await asyncio.sleep(0)
+    await spares.close()  # while one starts
     assert [child for child in psutil.Process().children() if child not in before] == []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -33,20 +32,17 @@ def copied(leader: Path, state: SavedState, files: list[Path], standby: Path) ->
     return replica.state
 
 
-def chunk_hashes(directory: Path, plan: TransformerPlan, cache: Path, draft: Path | None = None) -> list[str]:
-    async def main() -> list[str]:
-        async with shard_weights(directory, plan, cache, draft_dir=draft) as weights:
-            return [chunk.hash for chunks in weights.chunks for chunk in chunks]
-
-    return asyncio.run(main())
+async def chunk_hashes(directory: Path, plan: TransformerPlan, cache: Path, draft: Path | None = None) -> list[str]:
+    async with shard_weights(directory, plan, cache, draft_dir=draft) as weights:
+        return [chunk.hash for chunks in weights.chunks for chunk in chunks]
 
 
-def test_standby_opens_and_plans_the_model_without_its_weights(tmp_path: Path) -> None:
+async def test_standby_opens_and_plans_the_model_without_its_weights(tmp_path: Path) -> None:
     leader, standby = tmp_path / "leader", tmp_path / "standby"
     goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")))
     model = open_transformer(goal)
     plan = make_plan(model.spec, "hmp", (1, 1))
-    hashes = chunk_hashes(model.directory, plan, leader / "manifests")
+    hashes = await chunk_hashes(model.directory, plan, leader / "manifests")
     KeyRegistry(leader / "apps.json").add("lamp", "k1")
     state = SavedState(deployments={"default": SavedDeployment(goal=goal, plan=plan)}, last_epoch=7, holder="leader")
     (tmp_path / "model").rename(tmp_path / "away")
@@ -60,19 +56,16 @@ def test_standby_opens_and_plans_the_model_without_its_weights(tmp_path: Path) -
     copy = open_transformer(there.deployments["default"].goal)  # type: ignore[arg-type]
     assert copy.spec == model.spec
     assert copy.directory.is_relative_to(standby)
-    assert chunk_hashes(copy.directory, plan, standby / "manifests") == hashes
+    assert await chunk_hashes(copy.directory, plan, standby / "manifests") == hashes
     weights = next(copy.directory.glob("*.safetensors"))
     assert weights.stat().st_size == (tmp_path / "away" / weights.name).stat().st_size
 
-    async def read_chunk() -> None:
-        async with shard_weights(copy.directory, plan, standby / "manifests") as opened:
+    async with shard_weights(copy.directory, plan, standby / "manifests") as opened:
+        with pytest.raises(BadCheckpoint, match="no device holds the chunk"):
             opened.chunks[0][0].read()
 
-    with pytest.raises(BadCheckpoint, match="no device holds the chunk"):
-        asyncio.run(read_chunk())
 
-
-def test_standby_has_the_draft_model_too(tmp_path: Path) -> None:
+async def test_standby_has_the_draft_model_too(tmp_path: Path) -> None:
     leader, standby = tmp_path / "leader", tmp_path / "standby"
     model_dir, draft_dir = write_model(tmp_path / "model", "llama"), write_model(tmp_path / "draft", "llama")
     goal = TransformerGoal(model_dir=str(model_dir), draft_dir=str(draft_dir))
@@ -80,8 +73,8 @@ def test_standby_has_the_draft_model_too(tmp_path: Path) -> None:
     assert model.draft is not None
     limits = model.generation.limits(model.seq_len).model_copy(update={"draft": model.draft.spec})
     plan = make_plan(model.spec, "hmp", (1, 1), generation=limits)
-    hashes = chunk_hashes(model_dir, plan, leader / "manifests", draft_dir)
-    assert len(hashes) > len(chunk_hashes(model_dir, plan, leader / "manifests"))
+    hashes = await chunk_hashes(model_dir, plan, leader / "manifests", draft_dir)
+    assert len(hashes) > len(await chunk_hashes(model_dir, plan, leader / "manifests"))
     state = SavedState(deployments={"default": SavedDeployment(goal=goal, plan=plan)})
     files = [*transformer_files(model_dir), *transformer_files(draft_dir)]
     assert copied(leader, state, files, standby).deployments["default"].goal == goal  # the models are here
@@ -99,7 +92,7 @@ def test_standby_has_the_draft_model_too(tmp_path: Path) -> None:
     copy = open_transformer(replica.state.deployments["default"].goal)  # type: ignore[arg-type]
     assert copy.draft.spec == model.draft.spec
     assert copy.draft.directory.is_relative_to(standby)
-    assert chunk_hashes(copy.directory, plan, standby / "manifests", copy.draft.directory) == hashes
+    assert await chunk_hashes(copy.directory, plan, standby / "manifests", copy.draft.directory) == hashes
 
 
 def test_standby_uses_the_model_itself_where_it_is(tmp_path: Path) -> None:
