@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from hearth.wire.messages import ToolCall
@@ -164,13 +164,10 @@ class AnswerReader:
         self._has_text = self._has_text or bool(shown)
         return Piece(text=shown)
 
-    def _certain(self, marks: Iterable[str]) -> str:
+    def _certain(self, marks: Sequence[str]) -> str:
         """Take the text that cannot be the beginning of a mark."""
-        held = 0
-        for mark in marks:
-            sizes = range(min(len(mark) - 1, len(self._rest)), 0, -1)
-            held = max(held, next((size for size in sizes if self._rest.endswith(mark[:size])), 0))
-        certain, self._rest = self._rest[: len(self._rest) - held], self._rest[len(self._rest) - held :]
+        cut = len(self._rest) - num_uncertain(self._rest, marks)
+        certain, self._rest = self._rest[:cut], self._rest[cut:]
         return certain
 
     # ---- calls ----------------------------------------------------------------------------------------------------
@@ -178,7 +175,7 @@ class AnswerReader:
     def _calls(self, written: str, ended: bool) -> Piece:
         """The calls of a text, or the text itself with its marks if it holds something else."""
         assert self._tools is not None
-        calls = _parsed(self._tools, written) if ended else None
+        calls = read_calls(_values(self._tools, written)) if ended else None
         if calls is None:
             begin, end = TOOL_MARKS[self._tools]
             if self._tools == "llama" and written.lstrip().startswith("{"):
@@ -186,6 +183,14 @@ class AnswerReader:
             return self._text(begin + written + (end or "" if ended else ""))
         self._spaces = ""
         return Piece(tool_calls=tuple(self._ids.call(name, arguments) for name, arguments in calls))
+
+
+def num_uncertain(text: str, marks: Sequence[str]) -> int:
+    """Number of characters at the end of `text`, which holds no mark, that may begin one of the marks."""
+    for size in range(min(max(map(len, marks), default=0) - 1, len(text)), 0, -1):
+        if any(mark.startswith(text[-size:]) for mark in marks):
+            return size
+    return 0
 
 
 def joined(pieces: Iterable[Piece]) -> Piece:
@@ -198,10 +203,9 @@ def joined(pieces: Iterable[Piece]) -> Piece:
     )
 
 
-def _parsed(form: ToolForm, written: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """Names and arguments of the calls; None if the text is not a call."""
+def read_calls(values: Iterable[Any]) -> list[tuple[str, dict[str, Any]]] | None:
+    """Names and arguments of the calls that these JSON values are; None if there are none, or one cannot be read."""
     try:
-        values = _values(form, written)
         calls = [(value["name"], value.get("arguments", value.get("parameters", {}))) for value in values]
         calls = [(name, json.loads(given) if isinstance(given, str) else given) for name, given in calls]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -213,17 +217,18 @@ def _parsed(form: ToolForm, written: str) -> list[tuple[str, dict[str, Any]]] | 
     return calls
 
 
-def _values(form: ToolForm, written: str) -> list[dict[str, Any]]:
-    """The objects of calls. Raises ValueError."""
+def _values(form: ToolForm, written: str) -> Iterator[Any]:
+    """The JSON values of a text that should be calls. Raises ValueError, RecursionError."""
     if form == "mistral" and "[ARGS]" in written:  # name[ARGS]{...}, for each call after its own mark
-        parts = [part.partition("[ARGS]") for part in written.split("[TOOL_CALLS]")]
-        return [{"name": name.strip(), "arguments": json.loads(given)} for name, _, given in parts]
-    if form == "llama":  # objects one after the other, with or without a semicolon between
-        values, rest = [], written.strip()
+        for part in written.split("[TOOL_CALLS]"):
+            name, _, given = part.partition("[ARGS]")
+            yield {"name": name.strip(), "arguments": json.loads(given)}
+    elif form == "llama":  # objects one after the other, with or without a semicolon between
+        rest = written.strip()
         while rest:
             value, end = json.JSONDecoder().raw_decode(rest)
-            values.append(value)
+            yield value
             rest = rest[end:].lstrip("; \n\t")
-        return values
-    value = json.loads(written)
-    return value if isinstance(value, list) else [value]
+    else:
+        value = json.loads(written)
+        yield from value if isinstance(value, list) else [value]

@@ -60,7 +60,7 @@ class AnswerGrammars:
         if self._form.reasons:
             text += (
                 f"\nreasoning: /(?s:.*)/ {self._mark(REASONING[1])} /\\n*/"
-                if self._is_special(REASONING[1])
+                if REASONING[1] in self._special
                 else (f"\nreasoning: hidden /\\n*/\nhidden[suffix={json.dumps(REASONING[1])}]: /(?s:.*)/")
             )
         return self._checked(text, what, request)
@@ -77,7 +77,9 @@ class AnswerGrammars:
         form = self._form.tools
         assert form is not None  # checked before
         begin, end = TOOL_MARKS[form]
-        functions = [function for function in _functions(request.tools) if _is_callable(function, request.called_tools)]
+        functions = _functions(request.tools)
+        if request.called_tools:
+            functions = [function for function in functions if function.name in request.called_tools]
         if not functions:
             raise BadGrammar(what="tool choice", reason=f"no tool has the name {', '.join(request.called_tools)}")
         rules = []
@@ -105,12 +107,9 @@ class AnswerGrammars:
             calls = 'calls: call ("; " call)*' if several else "calls: call"
         return [calls, call, *rules]
 
-    def _is_special(self, text: str) -> bool:
-        return text in self._special
-
     def _mark(self, text: str) -> str:
         """A mark as a term of the grammar: a special token, or its text."""
-        return f"<[{self._special[text]}]>" if self._is_special(text) else json.dumps(text)
+        return f"<[{self._special[text]}]>" if text in self._special else json.dumps(text)
 
     # ---- errors ---------------------------------------------------------------------------------------------------
 
@@ -177,10 +176,6 @@ def _functions(tools: Sequence[str]) -> list[_Function]:
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise BadGrammar(what=f"tool {number}", reason="it is no JSON object with a name and parameters") from None
     return functions
-
-
-def _is_callable(function: _Function, called_tools: Sequence[str]) -> bool:
-    return not called_tools or function.name in called_tools
 
 
 def _schema(text: str) -> Any:

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.models.checkpoint.families import read_json_object
-from coordinator.serve.text.answer_reader import AnswerReader, answer_form
+from coordinator.serve.text.answer_reader import AnswerReader, answer_form, num_uncertain
 from coordinator.serve.text.response_template import ResponseTemplate, read_response_template
 from coordinator.serve.text.sentences import open_tokenizer
 from coordinator.serve.text.template_reader import TemplateReader
 from hearth.errors import BadCheckpoint, BadRequest
 from hearth.grammars import Vocabulary
 from hearth.validation import first_error
-from hearth.wire.messages import ChatMessage, Sampling, SamplingChoice
+from hearth.wire.messages import ChatMessage, Sampling, SamplingChoice, ToolCall
 
 if TYPE_CHECKING:
     import jinja2
@@ -187,7 +187,6 @@ class StopTextFilter:
     def __init__(self, stops: Sequence[str]) -> None:
         self.found = False
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
         self._held = ""
 
     def push(self, text: str) -> str:
@@ -200,7 +199,7 @@ class StopTextFilter:
             self.found = True
             _, end = min(matches)  # the stop text completed first, however the stream was split
             return text[:end]
-        cut = len(text) - self._num_held(text)
+        cut = len(text) - num_uncertain(text, self._stops)
         self._held = text[cut:]
         return text[:cut]
 
@@ -208,13 +207,6 @@ class StopTextFilter:
         """The text held back; call at the end of the stream."""
         held, self._held = self._held, ""
         return "" if self.found else held
-
-    def _num_held(self, text: str) -> int:
-        """Number of characters at the end of `text` that may begin a stop text."""
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stops):
-                return size
-        return 0
 
 
 # ---- generation_config.json ---------------------------------------------------------------------------------------
@@ -316,19 +308,17 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
     if message.reasoning:
         shown["reasoning_content"] = message.reasoning
     if message.tool_calls:
-        functions = [
-            {"name": call.name, "arguments": _json_object(call.arguments, f"the arguments of the call {call.id}")}
-            for call in message.tool_calls
-        ]
-        shown["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": function}
-            for call, function in zip(message.tool_calls, functions, strict=True)
-        ]
+        shown["tool_calls"] = [_template_call(call) for call in message.tool_calls]
     if message.tool_call_id:
         shown["tool_call_id"] = message.tool_call_id
     if message.name:
         shown["name"] = message.name
     return shown
+
+
+def _template_call(call: ToolCall) -> dict[str, Any]:
+    arguments = _json_object(call.arguments, f"the arguments of the call {call.id}")
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def _compile(source: str, now: Callable[[], datetime]) -> jinja2.Template:

@@ -7,7 +7,7 @@ matches at the end of a text that is still generated are why this uses the `rege
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import regex
@@ -37,18 +37,18 @@ class Mark(NamedTuple):
     is_fixed: bool
     source: str  # as it stands in the template, without backslashes
 
-    def search(self, text: str, start: int, is_whole: bool) -> tuple[regex.Match[str] | None, int]:
+    def search(self, text: str, is_whole: bool) -> tuple[regex.Match[str] | None, int]:
         """The first match, and where one begins that the text may not hold to its end (the text's length: none does).
 
         Raises NotReadable.
         """
         try:
-            found = self.pattern.search(text, start, partial=not is_whole, timeout=_SEARCH_SECONDS)
+            found = self.pattern.search(text, partial=not is_whole, timeout=_SEARCH_SECONDS)
         except TimeoutError:
             raise NotReadable("a pattern takes too long") from None
         if found is None or is_whole:
             return found, len(text)
-        may_grow = found.end() == len(text) > found.start() and not self.is_fixed and found.end() > found.start()
+        may_grow = found.end() == len(text) > found.start() and not self.is_fixed
         return (None, found.start()) if found.partial or may_grow else (found, len(text))
 
 
@@ -115,12 +115,8 @@ class ResponseTemplate(NamedTuple):
 
     def has_mark(self, text: str) -> bool:
         """Whether a special token is part of a mark, so that a reader needs to see it."""
-        return any(text in mark.source for mark in self._marks)
-
-    @property
-    def _marks(self) -> Iterator[Mark]:
-        for part in self.parts:
-            yield from (mark for mark in (part.begins, part.ends) if mark is not None)
+        marks = [mark for part in self.parts for mark in (part.begins, part.ends)]
+        return any(mark is not None and text in mark.source for mark in marks)
 
     def after_anchor(self, prompt: str) -> str:
         """What the prompt holds of the answer already. Empty without an anchor. Raises NotReadable."""
@@ -172,7 +168,7 @@ def _mark(name: str, texts: str | Sequence[str] | None, pattern: str | None) -> 
 def read_value(field: TemplateField, written: str, captures: Mapping[str, str]) -> Any:
     """The value of a part. `captures`: the named groups of its opening mark. Raises NotReadable."""
     try:
-        value = _content(field.content, written, field.content_args)
+        value = _FORMS[field.content](written, field.content_args)
         if field.transform is None:
             return value
         if not field.transform_each:
@@ -180,10 +176,6 @@ def read_value(field: TemplateField, written: str, captures: Mapping[str, str]) 
         return [_filled(field.transform, {**captures, **each}) for each in value]
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError, TimeoutError) as error:
         raise NotReadable(str(error)) from None
-
-
-def _content(form: str, written: str, options: Mapping[str, Any]) -> Any:
-    return _FORMS[form](written, options)
 
 
 def _text(written: str, options: Mapping[str, Any]) -> str:
@@ -243,7 +235,7 @@ def _lines(written: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _inner(written: str, options: Mapping[str, Any]) -> Any:
     inner = options.get("value_parser")
-    return written if inner is None else _content(inner.get("name", "text"), written, inner.get("args", {}))
+    return written if inner is None else _FORMS[inner.get("name", "text")](written, inner.get("args", {}))
 
 
 _FORMS: Mapping[str, Callable[[str, Mapping[str, Any]], Any]] = {

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
-from coordinator.serve.text.answer_reader import CallIds, Piece, joined
+from coordinator.serve.text.answer_reader import CallIds, Piece, joined, read_calls
 from coordinator.serve.text.response_template import (
     CALLS_FIELD,
     REASONING_FIELDS,
@@ -20,8 +21,6 @@ from coordinator.serve.text.response_template import (
     ResponseTemplate,
     read_value,
 )
-
-_MAX_NAME_CHARACTERS = 256
 
 
 class _Shown:
@@ -130,7 +129,7 @@ class TemplateReader:
             marks.append((self._part.ends, self._part, False))
         best, certain = None, len(self._rest)
         for mark, part, begins in marks:
-            found, uncertain_from = mark.search(self._rest, 0, is_whole)
+            found, uncertain_from = mark.search(self._rest, is_whole)
             certain = min(certain, uncertain_from)
             if found is not None:  # the first; of those the longest, and a beginning before an end
                 key = (found.start(), -(found.end() - found.start()), not begins, part.name)
@@ -169,10 +168,8 @@ class TemplateReader:
         written = "".join(self._written)
         calls = None
         if not broken:
-            try:
+            with suppress(NotReadable):
                 calls = _calls(read_value(part.field, written, self._captures), self._parameters)
-            except NotReadable:
-                pass
         if calls is None:
             self._text.begin("\n")
             return Piece(text=self._text.add(self._opened + written + mark, strips=True))
@@ -185,25 +182,16 @@ class TemplateReader:
 # ---- calls ------------------------------------------------------------------------------------------------------------
 
 
-def _calls(value: Any, parameters: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Names and arguments of the calls in a value. Raises NotReadable."""
-    calls = []
-    for each in value if isinstance(value, list) else [value]:
-        function = each.get("function", each) if isinstance(each, dict) else None
-        name = function.get("name") if isinstance(function, dict) else None
-        given = function.get("arguments", function.get("parameters", {})) if isinstance(function, dict) else None
-        if isinstance(given, str):
-            try:
-                given = json.loads(given)
-            except (ValueError, RecursionError):
-                raise NotReadable("arguments that are no JSON") from None
-        if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_CHARACTERS or not isinstance(given, dict):
-            raise NotReadable("no call of a tool")
-        types = parameters.get(name, {})
-        calls.append((name, {key: _typed(argument, types.get(key)) for key, argument in given.items()}))
-    if not calls:
-        raise NotReadable("no call of a tool")
-    return calls
+def _calls(value: Any, parameters: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, dict[str, Any]]] | None:
+    """Names and arguments of the calls in a value; None if it holds anything else."""
+    values = value if isinstance(value, list) else [value]
+    calls = read_calls(each.get("function", each) if isinstance(each, dict) else each for each in values)
+    if calls is None:
+        return None
+    return [
+        (name, {key: _typed(argument, parameters.get(name, {}).get(key)) for key, argument in given.items()})
+        for name, given in calls
+    ]
 
 
 def _parameters(tools: Sequence[str]) -> dict[str, dict[str, Any]]:
