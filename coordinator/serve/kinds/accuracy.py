@@ -20,14 +20,13 @@ MIN_TIME_SAVING = 0.05  # fraction of the exact format's time that a lossy one m
 _REPEATS = 3  # timed steps of each format, on the longest batch: the fewest with a median that ignores one outlier
 _SEED = 20240525  # arbitrary; fixed, so that every run measures the same inputs
 
-_DECODED_PROMPT_TOKENS = 64  # at most; a prompt's rows and those of its answer cross the links in the same format
+DECODED_PROMPT_TOKENS = 64  # at most; a prompt's rows and those of its answer cross the links in the same format
 DECODED_TOKENS = 8  # of each answer: each one's logits are compared, and its time counts
 
-# Runs one step in a format: takes token ids [T], returns hidden states [T,H] and the seconds of the step.
-RunBatch: TypeAlias = Callable[[ValueFormatName, Array], Awaitable[tuple[Array, float]]]
-# Generates `DECODED_TOKENS` after token ids [T] in a format; returns the relative error of the logits, and seconds per token.
-# The second argument says whether the logits are kept, as the exact ones with which others are compared.
-RunPrompt: TypeAlias = Callable[[ValueFormatName, bool, Array], Awaitable[tuple[float, float]]]
+# Runs one step with token ids [T] in a format, or generates `DECODED_TOKENS` after them. Returns the relative error of the
+# hidden states or logits, and the seconds of the step or of a token. The second argument says whether these values are kept, as
+# the exact ones with which others of the same length are compared.
+RunBatch: TypeAlias = Callable[[ValueFormatName, bool, Array], Awaitable[tuple[float, float]]]
 
 
 @dataclass(frozen=True)
@@ -62,34 +61,16 @@ async def calibrate(run: RunBatch, vocab_size: int, seq_len: int) -> list[Format
     errors: dict[ValueFormatName, list[float]] = {values: [] for values in FORMATS}
     seconds: dict[ValueFormatName, list[float]] = {values: [] for values in FORMATS}
     *short, longest = calibration_batches(vocab_size, seq_len)
-    for ids in short:
-        exact, _ = await run("exact", ids)
-        for values in FORMATS[1:]:
-            errors[values].append(max_relative_error(exact, (await run(values, ids))[0]))
-    exact, _ = await run("exact", longest)  # not timed: the first step of this length is a warm-up
-    for _ in range(_REPEATS):  # formats interleaved, so that background load affects all of them
-        for values in FORMATS:
-            rows, step_seconds = await run(values, longest)
-            errors[values].append(max_relative_error(exact, rows))
-            seconds[values].append(step_seconds)
-    return [FormatMeasurement(values, max(errors[values]), median(seconds[values])) for values in FORMATS]
-
-
-async def calibrate_decoding(run: RunPrompt, vocab_size: int, context: int) -> list[FormatMeasurement]:
-    """Measure every format while tokens are decoded. Raises the errors of `run`."""
-    errors: dict[ValueFormatName, list[float]] = {values: [] for values in FORMATS}
-    seconds: dict[ValueFormatName, list[float]] = {values: [] for values in FORMATS}
-    *short, longest = calibration_batches(vocab_size, max(min(_DECODED_PROMPT_TOKENS, context - DECODED_TOKENS), 1))
-    for ids in (*short, longest):
+    for ids in (*short, longest):  # not timed: the first run of each length is a warm-up
         await run("exact", True, ids)
     for ids in short:
         for values in FORMATS[1:]:
             errors[values].append((await run(values, False, ids))[0])
-    for _ in range(_REPEATS):
+    for _ in range(_REPEATS):  # formats interleaved, so that background load affects all of them
         for values in FORMATS:
-            error, token_seconds = await run(values, False, longest)
+            error, run_seconds = await run(values, False, longest)
             errors[values].append(error)
-            seconds[values].append(token_seconds)
+            seconds[values].append(run_seconds)
     return [FormatMeasurement(values, max(errors[values]), median(seconds[values])) for values in FORMATS]
 
 

@@ -18,7 +18,14 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from coordinator.serve.goal import TransformerModel, plan_request
-from coordinator.serve.kinds.accuracy import calibrate, calibrate_decoding, choose_format, describe_choice
+from coordinator.serve.kinds.accuracy import (
+    DECODED_PROMPT_TOKENS,
+    DECODED_TOKENS,
+    calibrate,
+    choose_format,
+    describe_choice,
+    max_relative_error,
+)
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, decode_prompt, max_context_tokens, probe
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
 from coordinator.serve.planners.process import plans_or_errors, solve_transformer
@@ -136,7 +143,7 @@ class TransformerKind:
         deployed = deployment.plan
         request = self._request(cluster, deployed)
         members = tuple(device.device_id for device in deployed.devices)
-        new = self._services.chosen(await solve_transformer(request, self._services.spare_planners))
+        new = await self.plan(cluster, False, deployed)
         old = build_plan(on_subset(request, members), deployed.body, deployed.planner)
         return new, request_seconds(new), request_seconds(old)
 
@@ -182,10 +189,14 @@ class TransformerKind:
         if budget is None or deployment.plan.num_ranks == 1:  # one device sends nothing
             return
 
-        async def run(values: ValueFormatName, ids: Array) -> tuple[Array, float]:
+        exact: dict[int, Array] = {}  # hidden states, by number of tokens
+
+        async def embed(values: ValueFormatName, keep: bool, ids: Array) -> tuple[float, float]:
             async with self._requests.admission.exclusively():
                 result = await deployment.run_step(*pack_sequences([ids.tolist()]), "hidden", values=values)
-            return result.outputs, result.step_seconds
+            if keep:
+                exact[len(ids)] = result.outputs
+            return max_relative_error(exact[len(ids)], result.outputs), result.step_seconds
 
         async def decode(values: ValueFormatName, keep: bool, ids: Array) -> tuple[float, float]:
             async with self._requests.admission.exclusively():
@@ -193,9 +204,10 @@ class TransformerKind:
 
         spec = self.model.spec
         if spec.causal:
-            measured = await calibrate_decoding(decode, spec.vocab_size, max_context_tokens(deployment.plan))
+            room = max_context_tokens(deployment.plan) - DECODED_TOKENS
+            measured = await calibrate(decode, spec.vocab_size, max(min(DECODED_PROMPT_TOKENS, room), 1))
         else:
-            measured = await calibrate(run, spec.vocab_size, self.model.seq_len)
+            measured = await calibrate(embed, spec.vocab_size, self.model.seq_len)
         chosen = choose_format(measured, budget)
         self._values = deployment.values = chosen.values
         self._services.report(describe_choice(measured, chosen, budget))

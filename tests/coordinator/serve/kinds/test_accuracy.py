@@ -23,7 +23,6 @@ from coordinator.serve.kinds.accuracy import (
     FormatMeasurement,
     ValueFormatName,
     calibrate,
-    calibrate_decoding,
     calibration_batches,
     choose_format,
     describe_choice,
@@ -133,25 +132,7 @@ def test_calibration_batches_are_valid_and_deterministic(vocab_size: int, seq_le
     assert len(lengths) == 3 or seq_len < 8
 
 
-def test_calibration_uses_the_worst_error_and_the_median_time() -> None:
-    errors = {"exact": 0.0, "bf16": 0.01, "fp16": 0.001, "int8": 0.1}
-    steps: list[tuple[ValueFormatName, int]] = []
-
-    async def run(values: ValueFormatName, ids: Array) -> tuple[Array, float]:
-        steps.append((values, len(ids)))
-        exact = np.ones((len(ids), 4), np.float32) * (ids[:, None] + 1)
-        worst = 3.0 if len(ids) == 32 else 1.0  # batches of middle length have the largest error
-        late = 5.0 if steps.count((values, 64)) == 2 else 0.0
-        return exact * (1 + worst * errors[values]), 1.0 + FORMATS.index(values) + late
-
-    measured = asyncio.run(calibrate(run, 100, 64))
-    assert [each.values for each in measured] == list(FORMATS)
-    assert [each.error for each in measured] == pytest.approx([3 * error for error in errors.values()], rel=1e-4)
-    assert [each.seconds for each in measured] == [1.0, 2.0, 3.0, 4.0]
-    assert {length for _, length in steps} == {8, 32, 64}
-
-
-def test_decoding_is_calibrated_against_exact_logits_that_are_kept() -> None:
+def test_calibration_uses_the_worst_error_against_kept_exact_values_and_the_median_time() -> None:
     errors = {"exact": 0.0, "bf16": 0.01, "fp16": 0.001, "int8": 0.1}
     kept: set[bytes] = set()
     timed: list[ValueFormatName] = []
@@ -162,14 +143,17 @@ def test_decoding_is_calibrated_against_exact_logits_that_are_kept() -> None:
             kept.add(ids.tobytes())
             return 0.0, 9.0
         assert ids.tobytes() in kept
-        timed.append(values)
-        return errors[values] * (2 if len(ids) == 8 else 1), 1.0 + FORMATS.index(values) + 5 * (
-            timed.count(values) == 3
-        )
+        if len(ids) == 64:
+            timed.append(values)
+        worst = 3.0 if len(ids) == 32 else 1.0  # batches of middle length have the largest error
+        late = 5.0 if timed.count(values) == 2 else 0.0
+        return worst * errors[values], 1.0 + FORMATS.index(values) + late
 
-    measured = asyncio.run(calibrate_decoding(run, 100, 4096))
-    assert [each.error for each in measured] == [2 * error for error in errors.values()]
+    measured = asyncio.run(calibrate(run, 100, 64))
+    assert [each.values for each in measured] == list(FORMATS)
+    assert [each.error for each in measured] == [3 * error for error in errors.values()]
     assert [each.seconds for each in measured] == [1.0, 2.0, 3.0, 4.0]
+    assert {len(ids) // 4 for ids in kept} == {8, 32, 64}
 
 
 # ---- engines --------------------------------------------------------------------------------------------------------
@@ -242,14 +226,19 @@ def test_calibrated_error_holds_on_real_sentences() -> None:
                 results = list(pool.map(lambda engine: engine.run(request, ids, lengths), cluster.engines))
             return np.concatenate([part for _, part in results])
 
-        async def once(values: ValueFormatName, ids: Array) -> tuple[Array, float]:
-            return run(values, [ids]), 1.0
+        exact: dict[int, Array] = {}
+
+        async def once(values: ValueFormatName, keep: bool, ids: Array) -> tuple[float, float]:
+            rows = run(values, [ids])
+            if keep:
+                exact[len(ids)] = rows
+            return max_relative_error(exact[len(ids)], rows), 1.0
 
         measured = asyncio.run(calibrate(once, spec.vocab_size, 128))
         texts = [np.asarray(ids) for ids in sentences]
-        exact = run("exact", texts)
+        expected = run("exact", texts)
         for format_ in measured[1:]:
-            assert 0 < max_relative_error(exact, run(format_.values, texts)) <= SAFETY_FACTOR * format_.error, format_
+            assert 0 < max_relative_error(expected, run(format_.values, texts)) <= SAFETY_FACTOR * format_.error, format_
 
 
 def test_waiting_for_a_slow_peer_is_not_compute_time(bert: Path) -> None:
