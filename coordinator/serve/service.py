@@ -35,7 +35,7 @@ from coordinator.serve.model.controller import Controller
 from coordinator.serve.requests.admission import CALLER
 from coordinator.serve.standby.followers import Followers, HandOver, Replication
 from coordinator.serve.standby.leadership import AnotherLeads, Leadership
-from coordinator.serve.state import RETRY_SECONDS, Goal, StateFile, goal_from_json
+from coordinator.serve.state import Goal, StateFile, goal_from_json, keep_retrying
 from hearth.errors import AppRevoked, BadRequest, HearthError, NotServing, ProtocolMismatch
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all
@@ -54,7 +54,6 @@ log = logging.getLogger(__name__)
 _CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice, wire.ServeModel, wire.StopModel)
 _LEAVES = "it leaves its devices to its standby"
 _ASKS_FOR_LEASES = "it asks most devices for their leases, because its standby may lead"
-_DISK_CHECK_SECONDS = 10.0  # short compared with the time limits of accesses to a disk
 _ANSWER_SECONDS = 2.0  # for the last answers to leave after a stop; they are small, and the clients wait for them
 
 
@@ -94,11 +93,11 @@ class Service:
         self._metrics = HomeMetrics(self._fleet, profiler, self.deployments.controllers)
         self._events.listeners.append(self._metrics.count)
         self._repeats = RepeatedChanges()
-        self._leadership = Leadership(self._fleet, self._state, self.deployments.lose_all)
+        self.leadership = Leadership(self._fleet, self._state, self.deployments.lose_all)
         self._followers = Followers()
         self._hand_over = HandOver(self._followers)
         self._replication = Replication(
-            settings, self._state, (self._trust.apps, self._devices), self._leadership, self._followers, self._hand_over,
+            settings, self._state, (self._trust.apps, self._devices), self.leadership, self._followers, self._hand_over,
             self._model_files,
         )  # fmt: skip
         # By type of message, but for requests to a model and changes.
@@ -149,7 +148,8 @@ class Service:
             self.deployments.proofs["the client port"] = port.has_worked
             background: list[Coroutine[Any, Any, object]] = [
                 self.deployments.run(), notifier.keep_alive(lambda: self.deployments.state, self.deployments.proofs),
-                self._save_later(), self._leadership.run(), self._watch_disk(), self._hand_over.accepted.wait(),
+                keep_retrying([self._state.file, self._trust.apps.file, self._devices.file]),
+                self.leadership.run(), self._hand_over.watch_disk(), self._hand_over.accepted.wait(),
                 self._services.resources.watch(self._fleet.devices), self._events.run(),
                 keep_sampling(self._fleet, self._services.profiler, self._events),
             ]  # fmt: skip
@@ -168,27 +168,6 @@ class Service:
                 notifier.send("STOPPING=1")
                 await cancel_all([*futures, *([self._stopping] if self._stopping is not None else [])])
                 await port.finish(_ANSWER_SECONDS)
-
-    async def _save_later(self) -> None:
-        """Write what a failing disk did not take, until cancelled, and once more then."""
-        try:
-            while True:
-                await asyncio.sleep(RETRY_SECONDS)
-                self._save_again()
-        finally:
-            self._save_again()
-
-    def _save_again(self) -> None:
-        for file in (self._state, self._trust.apps, self._devices):
-            file.retry()
-
-    async def _watch_disk(self) -> None:
-        """Hand over to the standby when a disk hangs, which has a copy of the state on a disk of its own."""
-        while True:
-            await asyncio.sleep(_DISK_CHECK_SECONDS)
-            if self._followers and (paths := hung_paths()):
-                log.error("the disk that holds %s does not answer", paths[0])
-                await self._hand_over.offer()
 
     def _stop(self, notifier: Notifier) -> None:
         notifier.send("STOPPING=1")
@@ -241,7 +220,7 @@ class Service:
         return await answer(message)
 
     async def _run_model(self, caller: Caller, message: wire.ModelRequest, payload: Sequence[Any]) -> Response:
-        if self._leadership.may_be_replaced:
+        if self.leadership.may_be_replaced:
             raise NotServing(state=_ASKS_FOR_LEASES)
         controller = self.deployments.for_request(message)
         handler = controller.kind.handlers.get(type(message))
@@ -295,9 +274,9 @@ class Service:
 
     def _why_keys_may_be_lost(self) -> str:
         """Why the latest change of keys may not last; empty if it does."""
-        if not (self._trust.apps.is_saved and self._devices.is_saved):
+        if not (self._trust.apps.file.is_saved and self._devices.file.is_saved):
             return f"the disk of {self._settings.name} cannot be written: the change is lost if its coordinator ends before"
-        if self._leadership.has_quorum and not self._followers.latest_is_copied:
+        if self.leadership.has_quorum and not self._followers.latest_is_copied:
             return "no standby has confirmed the change: it is lost, at least for a while, if this coordinator is lost"
         return ""
 
@@ -382,8 +361,8 @@ class Service:
             last_latency_seconds=requests.last_latency_seconds,
             wire=deployment.wire if deployment else wire.WireStats(),
             dropped_messages=deployment.dropped_messages if deployment else 0,
-            refused_requests=self._port.num_refused_requests,
-            refused_connections=self._port.num_refused_connections,
+            refused_requests=self._port.counters.refused_requests,
+            refused_connections=self._port.counters.refused_connections,
             hung_files=tuple(map(str, hung_paths())),
             redundancy=controller.redundancy,
             losses=controller.losses,

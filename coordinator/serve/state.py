@@ -5,9 +5,10 @@ Its directory also marks the coordinator that runs: by a lock, and by the addres
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
@@ -36,7 +37,7 @@ MAX_TILES = 64  # of one operator; plans of larger graphs take minutes
 TileCount: TypeAlias = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_TILES)]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: new at each start of the computer
-RETRY_SECONDS = 30.0  # interval of attempts to write what could not be written: a full disk is emptied within minutes
+_RETRY_SECONDS = 30.0  # interval of attempts to write what could not be written: a full disk is emptied within minutes
 _ADDRESS = "address"  # file of the state directory
 _T = TypeVar("_T")
 
@@ -165,14 +166,14 @@ class StateFile:
     """`serving.json` and its second copy, with their content in memory. `boot_id` identifies the run of this computer."""
 
     def __init__(self, state_dir: Path, boot_id: str | None = None) -> None:
-        self._file = DurableFile(state_dir / "serving.json", SavedState.model_validate_json)
+        self.file = DurableFile(state_dir / "serving.json", SavedState.model_validate_json)
         self._boot_id = boot_id if boot_id is not None else _read_boot_id()
         self._state: SavedState | None = None
 
     def load(self) -> SavedState:
         """The saved state, read once; empty if there is none or no copy can be read."""
         if self._state is None:
-            state = self._file.read() or SavedState()
+            state = self.file.read() or SavedState()
             if not state.holder or state.boot_id != self._boot_id:
                 state = state.model_copy(update={"holder": secrets.token_hex(8), "boot_id": self._boot_id})
             self._state = state
@@ -205,13 +206,9 @@ class StateFile:
             configuration=latest([state.configuration, leader.configuration]),
         )
 
-    def retry(self) -> None:
-        """Try again to write a state that could not be written."""
-        self._file.retry()
-
     def _replace(self, **changes: Any) -> None:
         self._state = self.load().model_copy(update=changes)
-        self._file.write(self._state.model_dump_json(indent=1))
+        self.file.write(self._state.model_dump_json(indent=1))
 
 
 def _read_boot_id() -> str:
@@ -286,6 +283,18 @@ class DurableFile(Generic[_T]):
             path.replace(kept)
         except OSError as failure:  # for instance a read-only disk
             log.warning("%s cannot be renamed: %s", path, failure)
+
+
+async def keep_retrying(files: Sequence[DurableFile[Any]]) -> None:
+    """Write what a failing disk did not take, until cancelled, and once more then."""
+    try:
+        while True:
+            await asyncio.sleep(_RETRY_SECONDS)
+            for file in files:
+                file.retry()
+    finally:
+        for file in files:
+            file.retry()
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from agent.daemon.daemon import AgentDaemon
 from agent.daemon.identity import Identity
 from agent.daemon.main import run_agent
 from coordinator.devices.profiling import Profiler
+from coordinator.port.protocol import PortState
 from coordinator.serve.clients.client_port import ClientPort, refuse
 from coordinator.serve.clients.trust import CLIENT_MESSAGES, Trust
 from coordinator.serve.config import CoordinatorSettings
@@ -417,7 +418,7 @@ class _ClientPort(RpcServer):
         )
 
     serving = ClientPort.serving
-    num_refused_requests = num_refused_connections = 0
+    counters = PortState(0, 0)
 
     def change_access(self) -> None:
         pass

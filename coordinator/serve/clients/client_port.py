@@ -88,16 +88,11 @@ class ClientPort(RequestServer):
         return self._process.pid if self._process is not None else None
 
     @property
-    def num_refused_requests(self) -> int:
-        """Number of messages that the processes, or this end, have refused."""
-        now = self._process.state.refused_requests if self._process is not None else 0
-        return self.refusals.count + self._earlier.refused_requests + now
-
-    @property
-    def num_refused_connections(self) -> int:
-        """Number of connections that the processes have refused."""
-        now = self._process.state.refused_connections if self._process is not None else 0
-        return self._earlier.refused_connections + now
+    def counters(self) -> PortState:
+        """What all processes have refused, with the messages that this end has."""
+        now = self._process.state if self._process is not None else PortState(0, 0)
+        requests, connections = map(sum, zip(self._earlier, now, strict=True))
+        return PortState(requests + self.refusals.count, connections)
 
     def has_worked(self) -> bool:
         """Whether the receive loop has handled a message since the last call: a process sends some all the time."""

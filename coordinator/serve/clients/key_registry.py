@@ -42,7 +42,7 @@ class KeyRegistry:
 
     def __init__(self, path: Path, holder: Literal["app", "device"] = "app") -> None:
         self._holder = holder
-        self._file = DurableFile(path, RegisteredKeys.model_validate_json)
+        self.file = DurableFile(path, RegisteredKeys.model_validate_json)
         self._file_stamp: tuple[int, int] | None = None  # None: not read yet
         self._keys = RegisteredKeys()
 
@@ -100,31 +100,22 @@ class KeyRegistry:
 
     def current(self) -> RegisteredKeys:
         """The keys; reads the file if it has changed."""
-        if not self._file.is_saved:
+        if not self.file.is_saved:
             return self._keys
         if self._stamp() != self._file_stamp:
-            self._keys = self._file.read() or self._keys
+            self._keys = self.file.read() or self._keys
             self._file_stamp = self._stamp()
         return self._keys
-
-    @property
-    def is_saved(self) -> bool:
-        """Whether the file holds the keys in force."""
-        return self._file.is_saved
-
-    def retry(self) -> None:
-        """Try again to write a change that could not be written."""
-        self._file.retry()
 
     def _stamp(self) -> tuple[int, int]:
         """Identifies the content of the file."""
         try:
-            status = self._file.path.stat()
+            status = self.file.path.stat()
         except OSError:  # there is none
             return 0, 0
         return status.st_mtime_ns, status.st_size
 
     def _write(self, known: RegisteredKeys) -> None:
         self._keys = known
-        self._file.write(known.model_dump_json(indent=1))
+        self.file.write(known.model_dump_json(indent=1))
         self._file_stamp = self._stamp()

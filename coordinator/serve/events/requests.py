@@ -41,8 +41,8 @@ class RequestRecorder:
         except HearthError as error:
             self._failed(error)
             raise
-        except asyncio.CancelledError:
-            self._cancelled()
+        except asyncio.CancelledError:  # the client has gone, or has cancelled the request
+            self._end("cancelled")
             raise
         if isinstance(response, AsyncGenerator):
             return self._watch_stream(response)
@@ -65,7 +65,7 @@ class RequestRecorder:
                 if end is not None:
                     self._served(end)
                 else:
-                    self._cancelled()
+                    self._end("cancelled")
                 raise
             if end is not None:
                 self._served(end)
@@ -96,12 +96,6 @@ class RequestRecorder:
                 )
             case wire.Inferred():
                 self._end("served", queued_seconds=max(seconds - answer.latency_seconds, 0.0))
-            case _:
-                self._end("served")
-
-    def _cancelled(self) -> None:
-        """The client has gone, or has cancelled the request."""
-        self._end("cancelled")
 
     def _failed(self, error: HearthError) -> None:
         """The client gets this error."""

@@ -318,7 +318,7 @@ class _StreamWatch:
             while not event.done():
                 silent_at = max(self._began, self._activity.newest_token_at) + self._patience_seconds
                 if self._clock() >= deadline:
-                    raise _timeout_error(request)
+                    raise DeadlineExceeded(action="the generation", seconds=request.timeout_seconds)
                 if self._clock() >= silent_at:
                     device = self._activity.deployment.plan.devices[0].name
                     raise StepFailed(device=device, reason=f"no token for {self._patience_seconds:.0f} s")
@@ -463,7 +463,3 @@ class _RunningGeneration:
             num_drafted_tokens=self.worker_end.num_drafted if self.worker_end is not None else 0,
             num_accepted_tokens=self.worker_end.num_accepted if self.worker_end is not None else 0,
         )
-
-
-def _timeout_error(request: wire.Generate) -> DeadlineExceeded:
-    return DeadlineExceeded(action="the generation", seconds=request.timeout_seconds)

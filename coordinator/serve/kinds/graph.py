@@ -146,7 +146,7 @@ class GraphKind:
         return deployment.max_in_flight
 
     async def probe(self, deployment: GraphDeployment) -> None:
-        await deployment.infer(_zeros(self.spec.inputs))
+        await deployment.infer({each.name: np.zeros(each.shape, each.dtype) for each in self.spec.inputs})
 
     async def tune(self, deployment: GraphDeployment) -> None:
         """Nothing to choose: graph outputs have no common accuracy measure, so there is no accuracy budget."""
@@ -211,9 +211,4 @@ def check_inputs(expected: Sequence[Tensor], given: dict[str, Array]) -> None:
 
 
 def _array_infos(tensors: Sequence[Tensor]) -> tuple[ArrayInfo, ...]:
-    fields = ({"name": each.name, "dtype": each.dtype, "shape": each.shape} for each in tensors)
-    return tuple(map(ArrayInfo.model_validate, fields))
-
-
-def _zeros(tensors: Sequence[Tensor]) -> dict[str, Array]:
-    return {tensor.name: np.zeros(tensor.shape, tensor.dtype) for tensor in tensors}
+    return tuple(ArrayInfo.model_validate(each, from_attributes=True) for each in tensors)

@@ -38,7 +38,7 @@ from coordinator.serve.text.threads import TextThreads
 from hearth.errors import BadPlan, BadRequest, HearthError, TextTooLong
 from hearth.plan.common import ValueFormatName
 from hearth.plan.kernels import KernelChoice
-from hearth.plan.plan import DRAFT_RANK, Plan, is_transformer_plan
+from hearth.plan.plan import DRAFT_RANK, Plan, TransformerPlan, is_transformer_plan
 from hearth.plan.profile import ClusterProfile
 from hearth.wire import messages as wire
 from hearth.wire.codec import Array
@@ -120,7 +120,7 @@ class TransformerKind:
         self._kernels |= chosen_kernels(cluster, self.workload)
         return cluster
 
-    async def plan(self, cluster: ClusterProfile, recovering: bool, held: Plan | None = None) -> Plan:
+    async def plan(self, cluster: ClusterProfile, recovering: bool, held: Plan | None = None) -> TransformerPlan:
         request = self._request(cluster, held)
         return self._services.chosen(await solve_transformer(request, self._services.spare_planners))
 

@@ -38,7 +38,7 @@ class SparePlanners:
     """Keeps one idle process for each kind of which a plan may be needed soon."""
 
     def __init__(self) -> None:
-        self._ready: dict[PlannerKind, Child] = {}
+        self.ready: dict[PlannerKind, Child] = {}  # that wait for a plan
         self._starting: dict[PlannerKind, asyncio.Task[None]] = {}
         self._kept: set[PlannerKind] = set()
 
@@ -49,21 +49,21 @@ class SparePlanners:
 
     def replace(self, kind: PlannerKind, at_once: bool = False) -> None:
         """Start the next process in a while, if this kind is kept and has none that lives."""
-        starting, ready = self._starting.get(kind), self._ready.get(kind)
+        starting, ready = self._starting.get(kind), self.ready.get(kind)
         if kind in self._kept and (starting is None or starting.done()) and (ready is None or not ready.runs):
             self._starting[kind] = asyncio.create_task(self._start(kind, 0.0 if at_once else _REST_SECONDS))
 
     def take(self, kind: PlannerKind) -> Child | None:
         """The idle process of this kind, for one plan of the caller's; None if none is ready."""
-        child = self._ready.pop(kind, None)
+        child = self.ready.pop(kind, None)
         return child if child is not None and child.runs else None
 
     async def close(self) -> None:
         """End all idle processes, and start no more."""
         self._kept.clear()
         await cancel_all(self._starting.values())
-        children = list(self._ready.values())
-        self._ready.clear()
+        children = list(self.ready.values())
+        self.ready.clear()
         await asyncio.gather(*(child.kill() for child in children))
 
     async def _start(self, kind: PlannerKind, rest_seconds: float) -> None:
@@ -73,7 +73,7 @@ class SparePlanners:
             try:
                 child = await start_planner(kind)
                 await with_timeout(_START_SECONDS, child.wait_for_line(READY_LINE))
-                self._ready[kind], child = child, None
+                self.ready[kind], child = child, None
                 return
             except (OSError, RuntimeError, asyncio.TimeoutError) as error:
                 log.warning("no planner process is kept ready: %s", error or f"none was within {_START_SECONDS:g} s")

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from coordinator.serve.standby.replica import ReplicaFile, replica_files
 from coordinator.serve.state import StateFile
 from hearth.errors import BadRequest
 from hearth.platform.asyncio_tools import Signal, loop_time, with_timeout
-from hearth.platform.disk import FILE_SECONDS, on_disk
+from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply
 
@@ -32,6 +33,7 @@ _SCAN_SECONDS = 5.0
 _CONFIRM_SECONDS = 1.0
 # For a standby to accept, which takes a round trip; without an answer the leader stops as if there were none.
 _ACCEPT_SECONDS = 2.0
+_DISK_CHECK_SECONDS = 10.0  # short compared with the time limits of accesses to a disk
 
 
 class Follower:
@@ -44,11 +46,6 @@ class Follower:
         self.is_late = False  # it did not confirm a change in time, and none since
         self.receipts: dict[int, int] = {}  # the number of changes that each receipt stands for
         self.news = Signal()  # there is something to send
-
-    async def wait_news(self, seconds: float) -> None:
-        """Wait until there is something to send, at most this long."""
-        await self.news.wait(seconds)
-        self.news.clear()
 
 
 class Followers:
@@ -105,10 +102,8 @@ class Followers:
         number = self.num_changes
         awaited = [each for each in self._followers if each.confirms and not each.is_late]
         self.wake()
-        try:
+        with suppress(asyncio.TimeoutError):
             await with_timeout(_CONFIRM_SECONDS, self._confirmed(awaited, number))
-        except asyncio.TimeoutError:
-            pass
         for follower in awaited:
             if follower.confirmed < number:
                 follower.is_late = True
@@ -148,6 +143,14 @@ class HandOver:
             return False
         return True
 
+    async def watch_disk(self) -> None:
+        """Hand over when a disk hangs, since a standby has a copy of the state on a disk of its own. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(_DISK_CHECK_SECONDS)
+            if self._followers and (paths := hung_paths()):
+                log.error("the disk that holds %s does not answer", paths[0])
+                await self.offer()
+
     def accept(self) -> None:
         """A standby takes over. Raises BadRequest if that was not offered."""
         if not self.is_offered:
@@ -178,7 +181,7 @@ class Replication:
             while not self.hand_over.accepted.is_set():
                 num_changes = self.followers.num_changes
                 # Else keys are in memory only, and not in the files.
-                is_saved = all(each.is_saved for each in self.keys)
+                is_saved = all(each.file.is_saved for each in self.keys)
                 state = self.state.load(), *(each.current() for each in self.keys)
                 if state != sent or loop_time() >= scan_at:
                     files = await on_disk(state_dir, FILE_SECONDS, self._files)
@@ -199,7 +202,8 @@ class Replication:
                         receipt=self.followers.receipt(follower, num_changes) if is_saved else 0,
                     )
                 )
-                await follower.wait_news(_ALIVE_SECONDS)
+                await follower.news.wait(_ALIVE_SECONDS)
+                follower.news.clear()
         finally:
             self.followers.leave(follower)
 

@@ -124,7 +124,9 @@ def _header_bytes(path: Path) -> int:
 
 def _about_copy(state_dir: Path, model: Path, spec: ModelSpec | None, folder: str) -> list[ReplicaFile]:
     """What a copy of a model needs besides the model's files: where the model came from, and its manifest."""
-    origin = _content(f"{folder}/{COPY_MARKER}", json.dumps({"path": _origin(model)}).encode())
+    origin = _content(
+        f"{folder}/{COPY_MARKER}", json.dumps({"path": str(_origin(model.parent) or model.absolute())}).encode()
+    )
     if spec is None:
         return [origin]
     try:
@@ -147,12 +149,12 @@ def _draft_dir(goal: Goal) -> Path | None:
     return Path(goal.draft_dir) if isinstance(goal, TransformerGoal) and goal.draft_dir is not None else None
 
 
-def _origin(model: Path) -> str:
-    """Where the first leader has the model itself."""
+def _origin(folder: Path) -> Path | None:
+    """Where the first leader has the model itself of which this folder holds a copy; None: it holds none."""
     try:
-        return str(json.loads((model.parent / COPY_MARKER).read_text())["path"])
+        return Path(json.loads((folder / COPY_MARKER).read_text())["path"])
     except (OSError, ValueError, KeyError, TypeError):
-        return str(model.absolute())
+        return None
 
 
 def _model_name(goal: Goal) -> str:
@@ -231,12 +233,8 @@ class Replica:
 
     def _local_path(self, folder: Path, name: str, spec: ModelSpec | None) -> str:
         """The model itself where this computer has it, else its copy in `folder`."""
-        copy = folder / name
-        try:
-            origin = Path(json.loads((folder / COPY_MARKER).read_text())["path"])
-        except (OSError, ValueError, KeyError, TypeError):
-            origin = copy
-        if _same_files(origin, copy):
+        copy, origin = folder / name, _origin(folder)
+        if origin is not None and _same_files(origin, copy):
             return str(origin)
         if spec is not None:
             self._store_manifest(spec, copy, folder / _MANIFEST)

@@ -9,10 +9,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from support.waiting import until
 
 from coordinator.serve import deployments
-from coordinator.serve import service as module
 from coordinator.serve import state as state_module
 from coordinator.serve.clients.key_registry import KeyRegistry
 from coordinator.serve.clients.trust import Trust
@@ -22,7 +20,6 @@ from coordinator.serve.service import Service
 from coordinator.serve.state import StateFile, TransformerGoal
 from hearth.errors import AppRevoked, DiskHung, NotServing
 from hearth.files import write_atomically
-from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import derive_keypair, new_home_key
 from hearth.wire import messages as wire
@@ -63,7 +60,7 @@ async def test_requests_are_refused_at_once_while_the_standby_may_lead(tmp_path:
     assert isinstance(readiness, wire.Readiness)
     with pytest.raises(NotServing, match="asks most devices for their leases"):
         await service.handle(ADMIN, QUESTION, ())
-    leadership = service._leadership
+    leadership = service.leadership
     taken = leadership.quorum.granted("a", configuration).take_over("a")
     assert taken.current is not None
     leadership.quorum = taken
@@ -123,53 +120,6 @@ async def test_change_of_keys_says_why_it_may_be_lost(
     assert isinstance(answer, wire.KeysChanged)
     assert warning in answer.warning
     assert bool(answer.warning) == bool(warning)
-
-
-@pytest.mark.parametrize("name", ["apps.json", "devices.json", "serving.json"])
-@pytest.mark.parametrize("is_stopped", [False, True])
-async def test_what_a_full_disk_did_not_take_is_written_later_or_when_the_coordinator_stops(
-    name: str, is_stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A revocation would be forgotten with the next restart."""
-
-    def disk_full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "RETRY_SECONDS", 600.0 if is_stopped else 0.01)
-
-    service = service_in(tmp_path)
-    with monkeypatch.context() as patched:
-        patched.setattr(state_module, "write_atomically", disk_full)
-        service._trust.apps.add("lamp", new_keypair().public)
-        service._devices.add("attic", new_keypair().public)
-        service._state.save_configuration(None)
-    assert not (tmp_path / name).exists()
-    saving = asyncio.create_task(service._save_later())
-    if is_stopped:
-        await asyncio.sleep(0)
-    else:
-        await until("the file", (tmp_path / name).exists, seconds=20)
-    await cancel_all([saving])
-    assert (tmp_path / name).exists()
-    if name == "devices.json":
-        assert list(KeyRegistry(tmp_path / name, "device").current().keys.values()) == ["attic"]
-
-
-async def test_coordinator_whose_disk_hangs_offers_its_place_to_its_standby(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    hung: list[Path] = []
-    monkeypatch.setattr(module, "_DISK_CHECK_SECONDS", 0.01)
-    monkeypatch.setattr(module, "hung_paths", lambda: tuple(hung))
-
-    service = service_in(tmp_path)
-    service._followers.join("attic", confirms=True)
-    watching = asyncio.create_task(service._watch_disk())
-    await asyncio.sleep(0.1)
-    assert not service._hand_over.is_offered
-    hung.append(tmp_path)
-    await until("the offer", lambda: service._hand_over.is_offered, seconds=20)
-    await cancel_all([watching])
 
 
 async def test_model_on_a_disk_that_hangs_is_an_error_and_does_not_stop_the_event_loop(

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 from pathlib import Path
 
 import pytest
 from support.plans import BERT_LARGE, make_plan
+from support.waiting import until
 from typer.testing import CliRunner
 
+from coordinator.serve import state as module
+from coordinator.serve.clients.key_registry import KeyRegistry
 from coordinator.serve.config import load_coordinator_settings
-from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal, locked_state
+from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal, keep_retrying, locked_state
 from hearth.errors import BadSetting
+from hearth.platform.asyncio_tools import cancel_all
 
 runner = CliRunner()
 
@@ -56,8 +61,34 @@ def test_state_is_kept_in_memory_while_the_disk_cannot_be_written(
     assert file.load().last_epoch == 2
     assert sum("cannot be written" in line for line in caplog.messages) == 1
     assert StateFile(tmp_path).load().last_epoch == 0
-    file.retry()
+    file.file.retry()
     assert StateFile(tmp_path).load() == file.load()
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_what_a_full_disk_did_not_take_is_written_later_or_when_the_coordinator_stops(
+    is_stopped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A revocation would be forgotten with the next restart."""
+
+    def disk_full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_RETRY_SECONDS", 600.0 if is_stopped else 0.01)
+    state, devices = StateFile(tmp_path), KeyRegistry(tmp_path / "devices.json", "device")
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "write_atomically", disk_full)
+        state.save_configuration(None)
+        devices.add("attic", "k1")
+    assert not any(file.path.exists() for file in (state.file, devices.file))
+    saving = asyncio.create_task(keep_retrying([state.file, devices.file]))
+    if is_stopped:
+        await asyncio.sleep(0)
+    else:
+        await until("the files", devices.file.path.exists, seconds=20)
+    await cancel_all([saving])
+    assert StateFile(tmp_path).load().holder == state.load().holder
+    assert list(KeyRegistry(tmp_path / "devices.json", "device").current().keys.values()) == ["attic"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])

@@ -167,7 +167,9 @@ async def test_roles_are_checked_and_refusals_counted(tmp_path: Path) -> None:
         with pytest.raises(errors.WrongKey):
             await home.client(new_keypair()).call(wire.GetReadiness(), timeout_seconds=20)
         assert home.callers == []
-        await until("counts", lambda: home.port.num_refused_requests == 3 and home.port.num_refused_connections > 0)
+        await until(
+            "counts", lambda: home.port.counters.refused_requests == 3 and home.port.counters.refused_connections > 0
+        )
 
 
 async def test_apps_may_send_what_their_roles_permit(home: Home) -> None:

@@ -102,7 +102,7 @@ def test_revocation_holds_while_the_disk_cannot_be_written(tmp_path: Path, monke
         apps.revoke("lamp")
         assert apps.current() == RegisteredKeys(revoked={"k1": "lamp"})
     assert "k1" in KeyRegistry(tmp_path / "apps.json").current().keys
-    apps.retry()
+    apps.file.retry()
     assert KeyRegistry(tmp_path / "apps.json").current() == RegisteredKeys(revoked={"k1": "lamp"})
 
 

@@ -238,7 +238,9 @@ def test_calibrated_error_holds_on_real_sentences() -> None:
         texts = [np.asarray(ids) for ids in sentences]
         expected = run("exact", texts)
         for format_ in measured[1:]:
-            assert 0 < max_relative_error(expected, run(format_.values, texts)) <= SAFETY_FACTOR * format_.error, format_
+            assert 0 < max_relative_error(expected, run(format_.values, texts)) <= SAFETY_FACTOR * format_.error, (
+                format_
+            )
 
 
 def test_waiting_for_a_slow_peer_is_not_compute_time(bert: Path) -> None:

@@ -65,8 +65,8 @@ async def kept(kind: spare.PlannerKind = "transformer") -> AsyncIterator[SparePl
 
 
 async def ready(spares: SparePlanners, kind: spare.PlannerKind = "transformer") -> Child:
-    await until("a planner process is ready", lambda: kind in spares._ready or spares._starting[kind].done())
-    return spares._ready[kind]  # a KeyError if all attempts failed, as the log says
+    await until("a planner process is ready", lambda: kind in spares.ready)
+    return spares.ready[kind]
 
 
 async def test_first_plan_waits_for_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,9 +141,9 @@ async def main():
     spare._REST_SECONDS = 0
     spares = spare.SparePlanners()
     spares.keep("transformer")
-    while not spares._ready:
+    while not spares.ready:
         await asyncio.sleep(0.01)
-    print(spares._ready["transformer"].pid, flush=True)
+    print(spares.ready["transformer"].pid, flush=True)
     await asyncio.sleep(600)
 
 asyncio.run(main())

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from pathlib import Path
 
 import pytest
+from support.waiting import until
 
 from coordinator.serve.standby import followers as module
 from coordinator.serve.standby.followers import Follower, Followers, HandOver
 from hearth.errors import BadRequest
+from hearth.platform.asyncio_tools import cancel_all
 
 
 def confirm(followers: Followers, follower: Follower) -> None:
@@ -23,7 +26,7 @@ async def test_change_waits_until_each_standby_has_confirmed_it() -> None:
     attic, cellar = (followers.join(name, confirms=True) for name in ("attic", "cellar"))
     confirm(followers, attic)
     change = asyncio.create_task(followers.copy_change())
-    await asyncio.wait_for(attic.wait_news(600.0), 60)  # it is sent at once
+    await asyncio.wait_for(attic.news.wait(600.0), 60)  # it is sent at once
     confirm(followers, attic)
     await asyncio.sleep(0.01)
     assert not change.done()
@@ -92,13 +95,28 @@ async def test_leader_leaves_once_a_standby_accepts() -> None:
     follower = followers.join("attic", confirms=True)
     with pytest.raises(BadRequest, match="goes on leading"):
         leader.accept()
-    hears = asyncio.create_task(follower.wait_news(600.0))
+    hears = asyncio.create_task(follower.news.wait(600.0))
     offer = asyncio.create_task(leader.offer())
     await asyncio.wait_for(hears, 60)
     assert leader.is_offered
     leader.accept()
     assert await offer
     assert leader.accepted.is_set()
+
+
+async def test_leader_whose_disk_hangs_offers_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hung: list[Path] = []
+    monkeypatch.setattr(module, "_DISK_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "hung_paths", lambda: tuple(hung))
+    followers = Followers()
+    leader = HandOver(followers)
+    followers.join("attic", confirms=True)
+    watching = asyncio.create_task(leader.watch_disk())
+    await asyncio.sleep(0.1)
+    assert not leader.is_offered
+    hung.append(tmp_path)
+    await until("the offer", lambda: leader.is_offered, seconds=20)
+    await cancel_all([watching])
 
 
 async def test_offer_that_no_standby_accepts_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
