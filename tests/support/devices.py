@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from coordinator.devices.registry import Device
 from hearth.wire.messages import AgentState, AgentWelcome, Telemetry, WorkerStatus
 
@@ -16,3 +19,9 @@ def ready_device(name: str) -> Device:
     )  # fmt: skip
     state = AgentState(boot_id="b", workers=(WorkerStatus(state="ready", epoch=1),))
     return Device(welcome, "10.0.0.1", 1, 0.0, state=state, telemetry=telemetry)
+
+
+def with_telemetry(device: Device, **changes: Any) -> Device:
+    """The device after it has reported these changes."""
+    assert device.telemetry is not None
+    return replace(device, telemetry=device.telemetry.model_copy(update=changes))

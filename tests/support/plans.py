@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from hearth.plan.common import MemoryUse, PlannedDevice, Prediction, WireFormat
 from hearth.plan.geometry import COLUMN_GRAIN, VOCABULARY_GRAIN, grains_to_items, largest_remainder, num_grains
@@ -151,3 +152,14 @@ def cluster(devices: Sequence[DeviceProfile], mbit: float, round_trip_seconds: f
         if a.device_id != b.device_id
     )
     return ClusterProfile(devices=tuple(devices), links=links)
+
+
+def with_rates(home: ClusterProfile, rate: Callable[[Link], float]) -> ClusterProfile:
+    """The cluster with these rates of its links, in bytes/s."""
+    links = tuple(link.model_copy(update={"bytes_per_second": rate(link)}) for link in home.links)
+    return home.model_copy(update={"links": links})
+
+
+def with_blocks(device: DeviceProfile, **changes: Any) -> DeviceProfile:
+    """The device with these changes of its blocks' profile."""
+    return device.model_copy(update={"blocks": device.blocks.model_copy(update=changes)})

@@ -22,7 +22,7 @@ from support.graphs import cluster_of, save_bfloat16_model, save_two_branch_mode
 from support.home import LOOPBACK, TestHome
 from support.models import save_random_model, small_bert
 from support.planning import in_process_planning, plan_for
-from support.plans import BERT_LARGE, cluster, device_profile
+from support.plans import BERT_LARGE, cluster, device_profile, with_rates
 from support.profiles import MeasuredProfiles
 from support.waiting import wait_for
 from typer.testing import CliRunner, Result
@@ -96,11 +96,7 @@ def test_every_strategy_is_priced_on_every_number_of_devices() -> None:
 
 def test_slow_link_and_slow_device_are_named() -> None:
     asked = request(home_of((1, 1, 1), 5))
-    links = tuple(
-        link.model_copy(update={"bytes_per_second": link.bytes_per_second / (2 if link.source == "id1" else 1)})
-        for link in asked.cluster.links
-    )
-    slow = asked.cluster.model_copy(update={"links": links})
+    slow = with_rates(asked.cluster, lambda link: link.bytes_per_second / (2 if link.source == "id1" else 1))
     sharing = plan_for(request(slow, "hmp"))
     bound = bottleneck(sharing, slow)
     assert bound.sentence.startswith("the link attic → ")

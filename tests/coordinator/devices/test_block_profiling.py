@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
-from support.devices import ready_device
+from support.devices import ready_device, with_telemetry
 from support.fleets import TransformerFleet
-from support.plans import LLAMA_1B, cluster, device_profile
+from support.plans import LLAMA_1B, cluster, device_profile, with_blocks
 
 from coordinator.devices.block_profiling import block_workload, budget_for_layouts, chosen_kernels, known_kernels
 from coordinator.devices.profile_cache import ProfileCache
@@ -30,10 +29,9 @@ def kernel_times(packed_seconds: float) -> tuple[KernelTime, ...]:
 
 def test_each_device_computes_with_the_kernels_of_its_profile() -> None:
     workload = block_workload(SPEC, 64)
-    devices = [device_profile(index, 1.0, SPEC) for index in range(3)]
     measured = [
-        device.model_copy(update={"blocks": device.blocks.model_copy(update={"kernels": times})})
-        for device, times in zip(devices, (kernel_times(0.5), kernel_times(2.0), ()), strict=True)
+        with_blocks(device_profile(index, 1.0, SPEC), kernels=times)
+        for index, times in enumerate((kernel_times(0.5), kernel_times(2.0), ()))
     ]
     chosen = chosen_kernels(cluster(measured, 1000), workload)
     assert [[choice.layout for choice in chosen[f"id{index}"]] for index in range(3)] == [
@@ -43,10 +41,9 @@ def test_each_device_computes_with_the_kernels_of_its_profile() -> None:
 
 def test_kernels_are_known_from_the_profile_of_an_equal_device(tmp_path: Path) -> None:
     """A plan that is not made now, such as a saved one, runs with measured kernels too."""
-    workload, telemetry = block_workload(SPEC, 64), ready_device("a").telemetry
-    assert telemetry is not None
+    workload = block_workload(SPEC, 64)
     a, b, other = (
-        replace(ready_device(name), telemetry=telemetry.model_copy(update={"cpu_model": processor}))
+        with_telemetry(ready_device(name), cpu_model=processor)
         for name, processor in (("a", "N100"), ("b", "N100"), ("c", "A76"))
     )
     measured = device_profile(0, 1.0, SPEC).blocks.model_copy(update={"kernels": kernel_times(0.5)})

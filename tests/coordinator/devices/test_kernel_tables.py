@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support.devices import ready_device
+from support.devices import ready_device, with_telemetry
 from support.plans import LLAMA_1B, device_profile
 from typer.testing import CliRunner
 
@@ -27,8 +26,7 @@ TIMES = tuple(
 
 
 def keep_profile(folder: Path, name: str, processor: str, deterministic: bool = False) -> None:
-    device = ready_device(name)
-    device = replace(device, telemetry=device.telemetry.model_copy(update={"cpu_model": processor}))
+    device = with_telemetry(ready_device(name), cpu_model=processor)
     blocks = device_profile(0, 1.0, SPEC).blocks.model_copy(update={"kernels": TIMES})
     workload = block_workload(SPEC, 64, deterministic)
     cache = ProfileCache(folder)

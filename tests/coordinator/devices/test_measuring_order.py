@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from itertools import permutations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.devices import ready_device
+from support.devices import ready_device, with_telemetry
 
 from coordinator.devices.profiling import measure_each, measure_pairs, run_apart
 from coordinator.devices.registry import Device
@@ -73,10 +72,7 @@ def test_error_cancels_the_other_measurements() -> None:
 
 
 def test_agents_of_one_machine_are_measured_in_turn_and_machines_at_the_same_time() -> None:
-    devices = []
-    for name, host in zip("abcd", "xxyy", strict=True):
-        device = ready_device(name)
-        devices.append(replace(device, telemetry=device.telemetry.model_copy(update={"host_id": host})))
+    devices = [with_telemetry(ready_device(name), host_id=host) for name, host in zip("abcd", "xxyy", strict=True)]
     running: set[str] = set()
     together: set[str] = set()
 

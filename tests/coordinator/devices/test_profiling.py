@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from support.devices import with_telemetry
 from support.fleets import FakeFleet, GraphFleet, TransformerFleet
 from support.graphs import save_two_branch_model
 from support.plans import BERT_LARGE, LLAMA_1B
@@ -80,9 +80,7 @@ def test_profile_is_cached_per_device_model_and_settings(kind: Kind, tmp_path: P
     case.restarted()
     assert case.seconds() == first
     assert sorted(profiled_on(case.fleet)) == ["a", "b"]
-    telemetry = case.fleet.devices["a"].telemetry
-    telemetry = telemetry.model_copy(update={"num_threads": 3})
-    case.fleet.devices["a"] = replace(case.fleet.devices["a"], telemetry=telemetry)
+    case.fleet.devices["a"] = with_telemetry(case.fleet.devices["a"], num_threads=3)
     case.seconds()
     assert sorted(profiled_on(case.fleet)) == ["a", "a", "b"]
 
@@ -152,11 +150,8 @@ def with_gpu(names: str, gpus: str, version: tuple[int, int] = (7, 2)) -> Transf
     """A fleet of which some compute on a GPU of this compute capability."""
     fleet = TransformerFleet(names)
     for name in gpus:
-        telemetry = fleet.devices[name].telemetry
-        assert telemetry is not None
         gpu = Gpu(name="x", kind="cuda", memory_total_bytes=8, memory_free_bytes=4, compute_capability=version)
-        telemetry = telemetry.model_copy(update={"compute_device": "cuda", "gpu": gpu})
-        fleet.devices[name] = replace(fleet.devices[name], telemetry=telemetry)
+        fleet.devices[name] = with_telemetry(fleet.devices[name], compute_device="cuda", gpu=gpu)
     return fleet
 
 
@@ -197,9 +192,8 @@ def test_cached_links_are_measured_again_after_a_jump_of_the_clock(
 def equals(case: Case, **telemetry: Any) -> None:
     """Name the processor of all devices; `telemetry`: what is different on the device b."""
     for name, device in case.fleet.devices.items():
-        assert device.telemetry is not None
         changes = {"cpu_model": "N100", "host_id": "one", **(telemetry if name == "b" else {})}
-        case.fleet.devices[name] = replace(device, telemetry=device.telemetry.model_copy(update=changes))
+        case.fleet.devices[name] = with_telemetry(device, **changes)
 
 
 def provisional(case: Case) -> Profiler:

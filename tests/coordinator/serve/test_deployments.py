@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from support.checkpoints import write_model
 from support.controllers import tools_for
+from support.devices import with_telemetry
 from support.fleets import TransformerFleet
 from support.graphs import save_two_branch_model
 from support.planning import in_process_planning
@@ -88,8 +88,7 @@ async def ask(controller: Controller, timeout_seconds: float = 10.0) -> None:
 def limit_memory(fleet: TransformerFleet, num_bytes: int) -> None:
     """Limit the memory of all devices."""
     for name, device in fleet.devices.items():
-        telemetry = device.telemetry.model_copy(update={"memory_budget_bytes": num_bytes})
-        fleet.devices[name] = replace(device, telemetry=telemetry)
+        fleet.devices[name] = with_telemetry(device, memory_budget_bytes=num_bytes)
 
 
 # ---- which ones there are at a start --------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.devices import ready_device
+from support.devices import ready_device, with_telemetry
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.devices.other_models import left_bytes
@@ -18,11 +18,9 @@ from hearth.wire.messages import AgentState, WorkerStatus
 
 
 def device_with(budget_bytes: int, **held_bytes: int) -> Device:
-    device = ready_device("a")
-    telemetry = device.telemetry.model_copy(
-        update={"memory_budget_bytes": budget_bytes, "memory_held_bytes": held_bytes, "num_threads": 2}
+    return with_telemetry(
+        ready_device("a"), memory_budget_bytes=budget_bytes, memory_held_bytes=held_bytes, num_threads=2
     )
-    return replace(device, telemetry=telemetry)
 
 
 def plan_on_a() -> TransformerPlan:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rich.console import Console
-from support.devices import ready_device
+from support.devices import ready_device, with_telemetry
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.cli.render.tables import device_lines, device_table, loss_table, plan_tables
@@ -20,8 +20,7 @@ def test_workers_are_shown_with_step_silence_failure_and_stuck_processes() -> No
         ready_device("kitchen"),
         state=AgentState(boot_id="b", workers=(computing, silent, failed), num_abandoned=2, num_hung=3),
     )
-    telemetry = device.telemetry.model_copy(update={"gpu_problem": "no [new] driver"})
-    device = replace(device, telemetry=telemetry)
+    device = with_telemetry(device, gpu_problem="no [new] driver")
     console = Console(width=120, record=True)
     console.print(device_table([device.info(0.0)]))
     shown = " ".join(console.export_text().split())

@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.plans import BERT_LARGE, cluster, device_profile
+from support.plans import BERT_LARGE, cluster, device_profile, with_blocks
 
 from coordinator.plan.transformer.replicate import balance_rows
 from coordinator.plan.transformer.request import PlanRequest, build_plan
@@ -25,7 +25,7 @@ def device_with_groups(index: int, speed: float, rows: int, group: int) -> Devic
     sizes = tuple(sorted({*range(ROW_GRAIN, rows, ROW_GRAIN), rows}))
     seconds = tuple(0.14 / speed * -(-size // group) * group / rows for size in sizes)
     curve = LatencyCurve(sizes=sizes, seconds=seconds)
-    return device.model_copy(update={"blocks": device.blocks.model_copy(update={"mlp_rows": curve})})
+    return with_blocks(device, mlp_rows=curve)
 
 
 def request(speeds: list[float], rows: int, group: int) -> PlanRequest:

@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from support.checkpoints import write_model
 from support.planning import plan_for
-from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, make_plan, with_seq_len
+from support.plans import (
+    BERT_LARGE,
+    LLAMA_1B,
+    cluster,
+    device_profile,
+    make_plan,
+    with_blocks,
+    with_rates,
+    with_seq_len,
+)
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
@@ -217,11 +226,8 @@ def token_seconds(spec: ModelSpec, body: TransformerBody, devices: ClusterProfil
 
 
 def priced(speeds: Sequence[float], mbit: float, rtt: float, spec: ModelSpec = SMALL, **wire: float) -> float:
-    devices = [device_profile(index, speed, spec, 32) for index, speed in enumerate(speeds)]
-    devices = [
-        device.model_copy(update={"blocks": device.blocks.model_copy(update={"wire": WireCost.model_validate(wire)})})
-        for device in devices
-    ]
+    cost = WireCost.model_validate(wire)
+    devices = [with_blocks(device_profile(index, speed, spec, 32), wire=cost) for index, speed in enumerate(speeds)]
     body = make_plan(spec, "local" if len(speeds) == 1 else "hmp", speeds).body
     return token_seconds(spec, body, cluster(devices, mbit, rtt), EXACT)
 
@@ -250,7 +256,8 @@ def test_cached_tokens_are_priced_by_the_format_of_the_cache() -> None:
 
 def test_cached_tokens_are_priced_by_their_measured_time() -> None:
     device = device_profile(0, 1.0, SMALL, 32)
-    measured = device.blocks.model_copy(update={"decode_seconds_per_cached_value": 7e-9})
+    slow_attention = with_blocks(device, decode_seconds_per_cached_value=7e-9)
+    measured = slow_attention.blocks
 
     def seconds(num_tokens: float) -> float:
         return token_layer_seconds(SMALL, measured, num_tokens)
@@ -259,7 +266,6 @@ def test_cached_tokens_are_priced_by_their_measured_time() -> None:
     assert seconds(3000) - seconds(0) == pytest.approx(2 * 32 * 3000 * 7e-9)
     assert token_layer_seconds(SMALL, measured.scaled(2.0), 3000) == pytest.approx(2 * seconds(3000))
     # The same on one rank of two.
-    slow_attention = device.model_copy(update={"blocks": measured})
     body = make_plan(SMALL, "hmp", (1, 1)).body
     even, uneven = (
         token_seconds(SMALL, body, cluster([each, device_profile(1, 1.0, SMALL, 32)], 1e6, 0.0), EXACT)
@@ -313,14 +319,7 @@ def test_rank_without_heads_sends_no_partial_sums_of_attention() -> None:
     home = cluster([device_profile(index, 1.0, SMALL, 32) for index in range(2)], 8, 0.0)
     body = make_plan(SMALL, "hmp", (1, 1)).body
     alone = body.model_copy(update={"heads": (8, 0)})
-    slow_back = home.model_copy(
-        update={
-            "links": tuple(
-                link.model_copy(update={"bytes_per_second": 1e3}) if link.source == "id1" else link
-                for link in home.links
-            )
-        }
-    )
+    slow_back = with_rates(home, lambda link: 1e3 if link.source == "id1" else link.bytes_per_second)
     assert token_seconds(SMALL, body, slow_back, EXACT) > 3 * 96 * 4 / 1e3
     assert token_seconds(SMALL, alone, slow_back, EXACT) < token_seconds(SMALL, body, slow_back, EXACT)
 
@@ -465,9 +464,8 @@ def test_tiny_decoder_stays_on_one_device_despite_faster_prefill() -> None:
 def test_shares_depend_on_prompt_and_answer_lengths() -> None:
     def groups(prompt_tokens: int, new_tokens: int) -> tuple[int, ...]:
         asked = request([1.0, 1.0], 10_000, generation=GenerationRequest(2048, 4, prompt_tokens, new_tokens))
-        slow_memory = asked.cluster.devices[1]
-        blocks = slow_memory.blocks.model_copy(update={"decode_seconds_per_byte": 3e-10})
-        devices = (asked.cluster.devices[0], slow_memory.model_copy(update={"blocks": blocks}))
+        slow_memory = with_blocks(asked.cluster.devices[1], decode_seconds_per_byte=3e-10)
+        devices = (asked.cluster.devices[0], slow_memory)
         home = ClusterProfile(devices=devices, links=asked.cluster.links)
         body = plan_strategy(replace(asked, cluster=home), "hmp").body
         return tuple(heads // 4 for heads in body.heads)

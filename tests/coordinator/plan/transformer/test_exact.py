@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.planning import plan_for
-from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
+from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, with_rates
 
 from coordinator.plan.transformer.choose import plan_shares
 from coordinator.plan.transformer.cost.predict import request_seconds
@@ -153,13 +153,7 @@ def test_nothing_is_replicated_on_fast_links() -> None:
 
 
 def slow_links(profile: ClusterProfile, slow: set[frozenset[str]]) -> ClusterProfile:
-    links = tuple(
-        link.model_copy(update={"bytes_per_second": link.bytes_per_second / 10})
-        if frozenset((link.source, link.target)) in slow
-        else link
-        for link in profile.links
-    )
-    return profile.model_copy(update={"links": links})
+    return with_rates(profile, lambda link: link.bytes_per_second / (10 if {link.source, link.target} in slow else 1))
 
 
 @given(st.integers(3, 6), st.data())

@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
+from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, with_rates
 
 from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_rank, num_chunk_weights
 from coordinator.plan.transformer.choose import plan_transformer
@@ -29,12 +29,7 @@ def request_for(kind: str, strategy: str, num_devices: int, seed: int) -> PlanRe
     """Devices of different speeds with links of different rates."""
     chance, (spec, generation) = random.Random(seed), REQUESTS[kind]
     devices = [device_profile(index, chance.uniform(0.5, 2.0), spec, 128) for index in range(num_devices)]
-    links = cluster(devices, 300.0)
-    rates = (link.bytes_per_second * chance.choice((0.2, 1.0)) for link in links.links)
-    different = tuple(
-        link.model_copy(update={"bytes_per_second": rate}) for link, rate in zip(links.links, rates, strict=True)
-    )
-    links = links.model_copy(update={"links": different})
+    links = with_rates(cluster(devices, 300.0), lambda link: link.bytes_per_second * chance.choice((0.2, 1.0)))
     return PlanRequest(spec, links, 128, strategy=strategy, generation=generation)
 
 
@@ -91,14 +86,9 @@ def test_order_of_a_ring_is_kept_where_only_a_slower_one_would_load_less() -> No
     """A ring of a, b, c and d over fast links; with any other order, hops are slow."""
     devices = [device_profile(index, 1.0, BERT_SMALL, 128) for index in range(4)]
     links = cluster(devices, 1000.0)
-    ring = {("id0", "id2"), ("id2", "id1"), ("id1", "id3"), ("id3", "id0")}
-    slow = tuple(
-        link
-        if {(link.source, link.target), (link.target, link.source)} & ring
-        else link.model_copy(update={"bytes_per_second": link.bytes_per_second / 50})
-        for link in links.links
-    )
-    request = PlanRequest(BERT_SMALL, links.model_copy(update={"links": slow}), 128, strategy="hmp")
+    ring = [{"id0", "id2"}, {"id2", "id1"}, {"id1", "id3"}, {"id3", "id0"}]
+    slow = with_rates(links, lambda link: link.bytes_per_second / (1 if {link.source, link.target} in ring else 50))
+    request = PlanRequest(BERT_SMALL, slow, 128, strategy="hmp")
     in_ring = plan_transformer(request).plan
     by_name = plan_transformer(replace(request, cluster=links)).plan
     assert [each.name for each in by_name.devices] != [each.name for each in in_ring.devices]

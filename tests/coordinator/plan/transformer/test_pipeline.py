@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.checkpoints import write_model
 from support.planning import plan_for
-from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
+from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, with_blocks, with_rates
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
@@ -55,9 +55,7 @@ def home(
         for index, speed in enumerate(speeds)
     ]
     if wire is not None:
-        devices = [
-            each.model_copy(update={"blocks": each.blocks.model_copy(update={"wire": wire})}) for each in devices
-        ]
+        devices = [with_blocks(each, wire=wire) for each in devices]
     return cluster(devices, mbit, round_trip_seconds)
 
 
@@ -235,11 +233,8 @@ def test_pipeline_uses_at_most_one_device_per_layer() -> None:
 def test_six_devices_form_a_ring_without_slow_links() -> None:
     devices = home([1.0] * 6, 1000, budgets=[2 << 30] * 6)
     slow = {frozenset((f"id{a}", f"id{b}")) for a, b in ((0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 0))}
-    links = tuple(
-        link.model_copy(update={"bytes_per_second": 1e5}) if frozenset((link.source, link.target)) in slow else link
-        for link in devices.links
-    )
-    plan = plan_strategy(request(devices.model_copy(update={"links": links})), "pipeline")
+    devices = with_rates(devices, lambda link: 1e5 if {link.source, link.target} in slow else link.bytes_per_second)
+    plan = plan_strategy(request(devices), "pipeline")
     ids = [device.device_id for device in plan.devices]
     assert not {frozenset(pair) for pair in zip(ids, (*ids[1:], ids[0]), strict=True)} & slow
 

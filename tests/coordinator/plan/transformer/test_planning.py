@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.planning import plan_for
-from support.plans import BERT_LARGE, cluster, device_profile, make_plan, with_seq_len
+from support.plans import BERT_LARGE, cluster, device_profile, make_plan, with_blocks, with_rates, with_seq_len
 
 from coordinator.plan.simulator import (
     Resource,
@@ -152,10 +152,7 @@ def test_transfers_of_a_device_that_computes_on_its_gpu_take_cpu_time_only(strat
 
     def predicted(beside_compute: bool) -> tuple[float, tuple[float, ...], dict[Resource, float]]:
         wire = WireCost(encrypted_seconds_per_byte=1e-7, beside_compute=beside_compute)
-        of_each = [device_profile(i, 1.0) for i in range(2)]
-        devices = [
-            each.model_copy(update={"blocks": each.blocks.model_copy(update={"wire": wire})}) for each in of_each
-        ]
+        devices = [with_blocks(device_profile(i, 1.0), wire=wire) for i in range(2)]
         body = with_seq_len(make_plan(SMALL, strategy, (1, 1)).body, 284)
         layout = PlanLayout(SMALL, body, cluster(devices, 1000), EXACT)
         prediction, busy = predict(layout)
@@ -328,12 +325,9 @@ def test_auto_uses_several_devices_on_fast_links() -> None:
 def test_auto_prefers_wires_to_slightly_faster_devices_on_a_shared_medium() -> None:
     profile = cluster([device_profile(index, speed) for index, speed in enumerate((1.0, 1.02, 1.02, 1.02, 1.0))], 200)
     wired = {"id0", "id4"}
-    links = tuple(
-        link if {link.source, link.target} == wired else link.model_copy(update={"bytes_per_second": 1e6})
-        for link in profile.links
-    )
+    profile = with_rates(profile, lambda link: link.bytes_per_second if {link.source, link.target} == wired else 1e6)
     medium = SharedMedium(device_ids=("id1", "id2", "id3"))
-    home = profile.model_copy(update={"links": links, "media": (medium,)})
+    home = profile.model_copy(update={"media": (medium,)})
     plan = plan_for(PlanRequest(BERT_LARGE, home, 284))
     assert {device.device_id for device in plan.devices} == wired
 
@@ -397,20 +391,9 @@ def test_replication_of_the_same_groups_in_all_layers_is_not_missed(speeds: tupl
         assert request_seconds(found) <= 1.006 * request_seconds(uniform), (qkv, out, mlp)
 
 
-def unequal_links(slow: str, slow_mbit: float, fast_mbit: float, num_devices: int = 3) -> ClusterProfile:
-    """All links are fast except those of one device."""
-    profile = cluster([device_profile(i, 1.0) for i in range(num_devices)], fast_mbit)
-    links = tuple(
-        link.model_copy(update={"bytes_per_second": slow_mbit * 1e6 / 8})
-        if slow in (link.source, link.target)
-        else link
-        for link in profile.links
-    )
-    return profile.model_copy(update={"links": links})
-
-
 def test_lossy_format_is_used_only_where_it_saves_time() -> None:
-    profile = unequal_links("id2", 60, 20_000)
+    fast = cluster([device_profile(i, 1.0) for i in range(3)], 20_000)
+    profile = with_rates(fast, lambda link: 7.5e6 if "id2" in (link.source, link.target) else link.bytes_per_second)
     asked = PlanRequest(BERT_LARGE, profile, 284, WireFormat(values="fp16"), "hmp", spare_accuracy=True)
     plan = plan_for(asked)
     names = [device.device_id for device in plan.devices]
@@ -437,12 +420,8 @@ def test_equal_slow_links_are_all_lossy_unless_exact_is_requested() -> None:
     strategy=st.sampled_from(["hmp", "sp", "megatron-tp"]),
 )
 def test_exact_links_cost_almost_no_time(rates: list[float], values: str, strategy: Strategy) -> None:
-    devices = cluster([device_profile(i, 1.0) for i in range(3)], 100)
-    links = tuple(
-        link.model_copy(update={"bytes_per_second": rate * 1e6 / 8})
-        for link, rate in zip(devices.links, rates, strict=True)
-    )
-    profile = devices.model_copy(update={"links": links})
+    remaining = iter(rates)
+    profile = with_rates(cluster([device_profile(i, 1.0) for i in range(3)], 100), lambda _: next(remaining) * 1e6 / 8)
     wire = WireFormat.model_validate({"values": values})
     plan = plan_for(PlanRequest(SMALL, profile, 284, wire, strategy, spare_accuracy=True))
     ordered = profile.subset(tuple(device.device_id for device in plan.devices))

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from support.checkpoints import write_model
 from support.controllers import ServedController, serving
+from support.devices import with_telemetry
 from support.fleets import FakeFleet, GraphFleet, TransformerFleet
 from support.graphs import save_two_branch_model
 from support.planning import in_process_planning
@@ -574,8 +575,7 @@ async def test_chunks_that_were_sent_ahead_are_read_into_memory_ahead(
 async def test_chunks_that_are_sent_ahead_do_not_fill_a_small_disk(new_case: NewCase) -> None:
     case = new_case("transformer", "abc")
     for name, known in case.fleet.devices.items():
-        small = known.telemetry.model_copy(update={"disk_free_bytes": 1000})
-        case.fleet.devices[name] = replace(known, telemetry=small)
+        case.fleet.devices[name] = with_telemetry(known, disk_free_bytes=1000)
     async with case.serving() as home:
         stored = {name: set(hashes) for name, hashes in case.fleet.stored.items()}
         await home.until(lambda: home.controller.redundancy.startswith("cannot lose"))
@@ -589,9 +589,7 @@ async def test_chunks_that_are_sent_ahead_do_not_fill_a_small_disk(new_case: New
 @pytest.mark.parametrize("kind", KINDS)
 async def test_device_whose_store_has_no_room_gets_no_weights_and_the_log_says_so(kind: str, new_case: NewCase) -> None:
     case = new_case(kind, "abc")
-    known = case.fleet.devices["b"]
-    full = known.telemetry.model_copy(update={"store_room_bytes": 0})
-    case.fleet.devices["b"] = replace(known, telemetry=full)
+    case.fleet.devices["b"] = with_telemetry(case.fleet.devices["b"], store_room_bytes=0)
     async with case.serving() as home:
         assert home.names() == "ac"
         assert home.count_lines("the store of b has room for 0 B of the ") == 1

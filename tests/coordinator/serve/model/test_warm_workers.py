@@ -3,25 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
-from support.devices import ready_device
+from support.devices import ready_device, with_telemetry
 from support.fleets import TransformerFleet
 
-from coordinator.devices.registry import Device
 from coordinator.serve.model.bring_up import one_of_each_machine, warm_workers
 from hearth.wire.messages import FindMissing
 
 
-def on_machine(name: str, host: str) -> Device:
-    device = ready_device(name)
-    return replace(device, telemetry=device.telemetry.model_copy(update={"host_id": host}))
-
-
 @pytest.mark.parametrize(("hosts", "chosen"), [("xyz", "abc"), ("xxxxx", "a"), ("xyxyz", "abe"), ("", "")])
 def test_first_device_of_each_machine(hosts: str, chosen: str) -> None:
-    devices = [on_machine(name, host) for name, host in zip("abcde", hosts, strict=False)]
+    devices = [with_telemetry(ready_device(name), host_id=host) for name, host in zip("abcde", hosts, strict=False)]
     assert "".join(sorted(device.name for device in one_of_each_machine(devices))) == chosen
 
 

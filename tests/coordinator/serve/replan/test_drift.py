@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.checkpoints import write_model
 from support.controllers import ServedController, serving
+from support.devices import with_telemetry
 from support.fleets import TransformerFleet
 from support.plans import BERT_LARGE, make_plan
 
@@ -301,8 +301,7 @@ async def test_device_left_out_as_slow_is_measured_again(tmp_path: Path) -> None
 def equal_agents_of_one_machine() -> TransformerFleet:
     fleet = TransformerFleet("ab")
     for name, device in fleet.devices.items():
-        telemetry = device.telemetry.model_copy(update={"cpu_model": "N100", "host_id": "one"})
-        fleet.devices[name] = replace(device, telemetry=telemetry)
+        fleet.devices[name] = with_telemetry(device, cpu_model="N100", host_id="one")
     return fleet
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.devices import with_telemetry
 from support.fleets import TransformerFleet
 from support.plans import BERT_LARGE, make_plan
 
@@ -33,9 +33,7 @@ class Home:
         self.fleet = TransformerFleet("".join(hosts))
         for name, host in hosts.items():
             device = self.fleet.devices[name]
-            assert device.telemetry is not None
-            changes = {"cpu_model": "N100", "host_id": host, **telemetry}
-            self.fleet.devices[name] = replace(device, telemetry=device.telemetry.model_copy(update=changes))
+            self.fleet.devices[name] = with_telemetry(device, cpu_model="N100", host_id=host, **telemetry)
         self.devices = list(self.fleet.devices.values())
         self.exact_profiler = Profiler(self.fleet, folder)  # type: ignore[arg-type]
         self.profiler = Profiler(self.fleet, folder, self.lines.append, provisional=True)  # type: ignore[arg-type]
