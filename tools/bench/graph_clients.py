@@ -16,73 +16,38 @@ import numpy as np
 
 from coordinator.cli.load_generator import random_inputs
 from hearth.client.home import AsyncHome
-from hearth.errors import HearthError, InternalError
-from hearth.wire.messages import DeviceTrace
 from tools.bench.child import HomeClients, serve
 
 _ANSWER_SECONDS = 60.0  # timeout of a request
 
-_Arrays = dict[str, "np.ndarray[Any, Any]"]
-
 
 class GraphClients(HomeClients):
-    """Every request has the same inputs; all answers are compared with the first one."""
+    """Every request has the same inputs."""
 
-    def __init__(self, key: Path, address: str) -> None:
-        super().__init__(key, address)
-        self._reference: _Arrays = {}
-
-    async def load(
-        self, at_once: int, warm_up: int, seconds: float = 0.0, count: int = 1, trace_every: int | None = None
-    ) -> dict[str, Any]:
+    async def load(self, at_once: int, warm_up: int, seconds: float = 0.0, count: int = 1) -> dict[str, Any]:
         """Keep `at_once` requests running for `seconds`, and until `count` answers after the first `warm_up` ones.
 
-        Of these answers: `seconds`: the median latency of requests one by one, or the interval between answers of several
-        at once; `compute`: by device, median seconds of its segments over the traced ones, one in `trace_every`. Raises
-        InternalError if there are too few.
+        Of these answers, `seconds`: the median latency of requests one by one, or the interval between answers of several at
+        once. Raises the errors of the client library.
         """
         loop = asyncio.get_running_loop()
         done: list[float] = []
         latencies: list[float] = []
-        differences: list[float] = []
-        errors: list[str] = []
-        traces: list[dict[str, float]] = []
 
-        async def ask(home: AsyncHome, inputs: _Arrays) -> None:
-            while not errors and (len(done) < warm_up + count or loop.time() < done[warm_up] + seconds):
-                traced = trace_every is not None and len(done) >= warm_up and len(done) % trace_every == 0
+        async def ask(home: AsyncHome, inputs: dict[str, np.ndarray[Any, Any]]) -> None:
+            while len(done) < warm_up + count or loop.time() < done[warm_up] + seconds:
                 sent = loop.time()
-                try:
-                    result = await home.request_inference(inputs, _ANSWER_SECONDS, traced)
-                except HearthError as error:
-                    errors.append(str(error))
-                    return
+                await home.infer(inputs, _ANSWER_SECONDS)
                 done.append(loop.time())
                 latencies.append(done[-1] - sent)
-                differences.append(self._difference(result.outputs))
-                if traced:
-                    traces.append({trace.device: _compute_seconds(trace) for trace in result.traces})
 
         async with await self.connected() as home:
             inputs = random_inputs((await home.model_info()).inputs)
             await asyncio.gather(*(ask(home, inputs) for _ in range(at_once)))
-        if len(done) < warm_up + count:
-            raise InternalError(where="the requests", reason=errors[0])
         return {
             "seconds": statistics.median(latencies[warm_up:]) if at_once == 1 else interval_seconds(done[warm_up:]),
             "answers": len(done) - warm_up,
-            "difference": max(differences),
-            "errors": errors,
-            "compute": {name: statistics.median(each[name] for each in traces) for name in (traces or [{}])[0]},
         }
-
-    def _difference(self, outputs: _Arrays) -> float:
-        """Largest difference from the reference answer, relative to the largest value of that output."""
-        self._reference = self._reference or outputs
-        return max(
-            float(np.abs(outputs[name] - expected).max() / max(float(np.abs(expected).max()), 1e-30))
-            for name, expected in self._reference.items()
-        )
 
 
 def interval_seconds(done: Sequence[float]) -> float:
@@ -90,10 +55,6 @@ def interval_seconds(done: Sequence[float]) -> float:
     if len(done) < 2:
         raise ValueError("at least two answers are needed")
     return (done[-1] - done[0]) / (len(done) - 1)
-
-
-def _compute_seconds(trace: DeviceTrace) -> float:
-    return sum(event.end_seconds - event.start_seconds for event in trace.events if event.lane == "compute")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from hearth.plan.graph import Objective
 from hearth.plan.plan import GraphPlan, plan_from_json
-from hearth.wire.messages import WireStats
 from tools.bench.homes import agent_names, stop_coordinator
 from tools.bench.processes import ClientProcess
 from tools.bench.results import Record
@@ -26,7 +25,7 @@ from tools.testbed import Testbed
 
 _READY_SECONDS = 240.0  # for the coordinator to serve: profiling, planning and loading on slow devices
 _AHEAD_SECONDS = 1.0  # limit of a search for a plan that is made ahead, for the loss of a device; none is needed here
-_LOAD_MARGIN_SECONDS = 300.0  # added to the timeout of a measurement, for requests on slow devices
+_LOAD_SECONDS = 600.0  # timeout of a measurement, with requests on slow devices
 
 
 class Round(Record):
@@ -34,10 +33,6 @@ class Round(Record):
 
     seconds: float  # per answer of a full pipeline (throughput), or of one request (latency)
     answers: int
-    difference: float = 0.0  # largest difference from the output of one device, relative to its largest value
-    errors: tuple[str, ...] = ()
-    compute: Mapping[str, float] = {}  # by device, seconds of its segments in one answer at full load
-    wire: WireStats = WireStats()  # of all tensors between devices
 
 
 class Served(BaseModel):
@@ -67,12 +62,6 @@ class Served(BaseModel):
     def error(self) -> float:
         """predicted / measured - 1."""
         return self.predicted_seconds / self.median_seconds - 1
-
-    @property
-    def busy_seconds(self) -> tuple[float, ...]:
-        """By rank, the median seconds of its segments at full load; empty if not measured."""
-        measured = [each.compute for each in self.rounds if each.compute]
-        return tuple(statistics.median(each[name] for each in measured) for name in self.devices if measured)
 
 
 @dataclass(frozen=True)
@@ -128,16 +117,11 @@ class GraphHome(ClientProcess):
         return Candidate(strategy, plan, served)
 
     def measure(
-        self,
-        candidates: Sequence[Candidate],
-        load: Callable[[GraphPlan], Mapping[str, Any]],
-        rounds: int,
-        loading_mbit: float | None = None,
+        self, candidates: Sequence[Candidate], load: Callable[[GraphPlan], Mapping[str, Any]], rounds: int
     ) -> Iterator[Served]:
         """Deploy and measure all candidates in rounds, equal plans once; then yield their rows.
 
-        `load`: arguments of `GraphClients.load`. Deploys at `loading_mbit`, because loading on a slow link takes minutes;
-        None: at the scenario's rates.
+        `load`: arguments of `GraphClients.load`. Deploys at the scenario's rates, because loading on a slow link takes minutes.
         """
         distinct: dict[tuple[object, ...], Candidate] = {}
         for candidate in candidates:
@@ -146,19 +130,17 @@ class GraphHome(ClientProcess):
             for candidate in rotated(list(distinct.values()), number):
                 step = f"round {number + 1} of {rounds}: {candidate.served.label}"
                 self._report(f"{step}: planning and loading")
-                self._testbed.set_mbit(loading_mbit)
-                with self._serving(candidate) as plan:
+                self._testbed.set_mbit(None)
+                with self._serving(candidate):
                     self._testbed.set_mbit(self._mbit)
                     self._report(f"{step}: measuring")
-                    arguments = load(plan)
-                    measured = self.call("load", arguments.get("seconds", 0.0) + _LOAD_MARGIN_SECONDS, **arguments)
-                    wire = self.ready_status(_READY_SECONDS)["wire"]
-                candidate.served.rounds.append(Round.model_validate({**measured, "wire": wire}))
+                    measured = self.call("load", _LOAD_SECONDS, **load(candidate.plan))
+                candidate.served.rounds.append(Round.model_validate(measured))
         for candidate in candidates:
             yield distinct[candidate.key].served.model_copy(update={"label": candidate.served.label})
 
     @contextmanager
-    def _serving(self, candidate: Candidate) -> Iterator[GraphPlan]:
+    def _serving(self, candidate: Candidate) -> Iterator[None]:
         """A coordinator that serves this plan only, and plans no more. Raises InternalError with the end of its log."""
         path = self._testbed.folder / "plan.json"
         path.write_text(candidate.plan.model_dump_json())
@@ -168,8 +150,8 @@ class GraphHome(ClientProcess):
             "--no-learn", "--time-limit", f"{_AHEAD_SECONDS:g}",
         )  # fmt: skip
         try:
-            plan = GraphPlan.model_validate(self.ready_status(_READY_SECONDS)["plan"])
-            self.call("wait_prepared", _READY_SECONDS + _LOAD_MARGIN_SECONDS, timeout_seconds=_READY_SECONDS)
-            yield plan
+            self.ready_status(_READY_SECONDS)
+            self.call("wait_prepared", _LOAD_SECONDS, timeout_seconds=_READY_SECONDS)
+            yield
         finally:
             stop_coordinator(coordinator)

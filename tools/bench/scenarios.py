@@ -339,7 +339,6 @@ class Scenarios(Experiment):
                     plan=f"{served.segments} segments on {', '.join(served.devices)}",
                     predicted_seconds=served.predicted_seconds, seconds=served.seconds,
                     same_plan_as=LOCAL if same and served.label == AUTO else None, distrust=distrust,
-                    errors=tuple(error for each in served.rounds for error in each.errors),
                 )  # fmt: skip
 
     def summary(self, rows: Sequence[ScenarioRow]) -> Summary:
