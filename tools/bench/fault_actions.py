@@ -32,14 +32,15 @@ _DATA_PORTS = range(47810, 47830)
 _CONTROL_PORTS = range(47800, 47801)
 
 
-Find = Callable[[Testbed, str], psutil.Process | None]  # a process of a device
-
-
 class Repair(NamedTuple):
     """Something to do later, in seconds after the fault."""
 
     seconds: float
     act: Callable[[], None]
+
+
+Find = Callable[[Testbed, str], psutil.Process | None]  # a process of a device
+Act = Callable[[FaultHome, str, random.Random], list[Repair]]
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class Fault:
     `act` does it to what `choose` chose, at once; `limit_seconds`: target of the pause.
     """
 
-    act: Callable[[FaultHome, str, random.Random], list[Repair]]
+    act: Act
     limit_seconds: float | None = None
     standby_limit_seconds: float | None = None  # if the coordinator has a standby
     choose: Callable[[FaultHome, random.Random], str] = lambda home, chance: chance.choice(home.planned())
@@ -60,12 +61,6 @@ def _signal(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, number)
-
-
-def _pid(home: FaultHome, target: str, find: Find) -> int:
-    if (process := find(home.testbed, target)) is None:
-        raise InternalError(where="the fault", reason=f"{target} has no such process: {find.__name__}")
-    return process.pid
 
 
 def _other(home: FaultHome, target: str, chance: random.Random) -> str:
@@ -79,16 +74,23 @@ def _other(home: FaultHome, target: str, chance: random.Random) -> str:
 # ---- processes --------------------------------------------------------------------------------------------------------
 
 
-def _kill_worker(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    _signal([_pid(home, target, worker_of)], signal.SIGKILL)
-    return []
+def _pid(home: FaultHome, target: str, find: Find) -> int:
+    if (process := find(home.testbed, target)) is None:
+        raise InternalError(where="the fault", reason=f"{target} has no such process: {find.__name__}")
+    return process.pid
 
 
-def _kill_template(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    """Kill the process from which workers are forked; the worker, if there is none."""
-    find = template_of if template_of(home.testbed, target) else worker_of
-    _signal([_pid(home, target, find)], signal.SIGKILL)
-    return []
+def _template_or_worker(testbed: Testbed, device: str) -> psutil.Process | None:
+    """The process from which workers are forked; the worker, if there is none."""
+    return template_of(testbed, device) or worker_of(testbed, device)
+
+
+def _kills(find: Find) -> Act:
+    def act(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+        _signal([_pid(home, target, find)], signal.SIGKILL)
+        return []
+
+    return act
 
 
 def _kill_agent(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
@@ -230,7 +232,7 @@ def _lose_all_but_one(home: FaultHome, target: str, chance: random.Random) -> li
 def _kill_coordinator(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
     leader = home.leader()
     process = home.coordinator(leader)
-    _signal([process.pid], signal.SIGKILL)
+    process.kill()
     process.wait()
     return [Repair(_RESTART_SECONDS, lambda: home.start_coordinator(leader))]
 
@@ -263,8 +265,8 @@ def _part_coordinators(home: FaultHome, target: str, chance: random.Random) -> l
 # Limits: targets on wired links and an idle machine. Those of several losses are the sums of the single ones. That of all
 # devices but one is the longest time without power, and the limit of one device.
 FAULTS: dict[str, Fault] = {
-    "worker killed": Fault(_kill_worker, 1.0),
-    "template killed": Fault(_kill_template, 1.0),
+    "worker killed": Fault(_kills(worker_of), 1.0),
+    "template killed": Fault(_kills(_template_or_worker), 1.0),
     "agent killed": Fault(_kill_agent, _AGENT_SECONDS),
     "worker stopped": Fault(_stop_worker, 2.0),
     "device stopped": Fault(_stop_device, 2.0),

@@ -19,11 +19,8 @@ from tools.bench.homes import (
     HUB,
     agent_names,
     decoder_directory,
-    forget_plans,
     shared_home,
-    stop_coordinator,
     template_of,
-    worker_of,
 )
 from tools.bench.processes import ClientProcess, DeviceProcess
 from tools.bench.results import REPOSITORY
@@ -41,14 +38,13 @@ _DECODER: dict[str, Any] = {
     "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 4000, "max_position_embeddings": 512,
 }  # fmt: skip
 _DISK_BYTES = 256 << 20  # of a device's store: the models here, and the 64 MiB that an agent leaves free
-_MAX_TOKENS = 100  # of a streamed answer
 _BRANCH_WIDTH = 96  # channels of the two-branch graph: enough compute for a pipeline of several devices
 _POLL_SECONDS = 0.2  # between two looks at the coordinator
+_STEADY_SECONDS = 1.5  # for which every client must get answers until a home counts as recovered
 _FOLLOWS = "this is the standby of "  # begin of the state of a coordinator that follows another one
 _COPIES = "copied"  # in it, until it has a copy of the leader's state
 # After the start of a coordinator: it counts a device as lost after 3 s until it knows for 30 s how long it usually is silent.
 _LEARNING_SECONDS = 33.0
-_STOP_SECONDS = 20.0  # for an agent and its workers to end after SIGTERM
 _ANSWER_SECONDS = 30.0  # for a busy coordinator to tell its plan
 _READY_SECONDS = 240.0  # for the coordinator to profile, plan, push and load on a busy machine
 
@@ -97,8 +93,7 @@ class FaultHome:
         self._clients, self._model = clients, model
         self._apps: list[tuple[DeviceProcess, int]] = [(clients, CLIENTS)]  # processes, and the clients of each
         self._coordinators: dict[str, subprocess.Popen[bytes]] = {}  # by device, and name
-        self.has_standby = False
-        self.began = 0.0  # of the load
+        self._has_standby = False
         self._served = 0.0  # since when the coordinator of the hub runs
         self._template_seconds: dict[int, float] = {}  # CPU time of the templates of workers, by pid, at the last look
         self._num_planned = 0  # devices of the first plan: a graph may leave some out
@@ -117,7 +112,7 @@ class FaultHome:
             options = (str(self.testbed.key), self.testbed.address(HUB))
             far = DeviceProcess(self.testbed, "load_clients", self.names[-1], *options, limited=False)
             self._apps.append((far, _FAR_CLIENTS))
-        self._call("prepare", load=self.load, vocab_size=_DECODER["vocab_size"], max_tokens=_MAX_TOKENS)
+        self._call("prepare", load=self.load)
         if standby:
             self._start_standby()
 
@@ -126,7 +121,6 @@ class FaultHome:
         self._call("take")
         for process, count in self._apps:
             process.call("begin", num_clients=count)
-        self.began = time.monotonic()
 
     def _call(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
         """Call a method of all clients' processes."""
@@ -153,24 +147,12 @@ class FaultHome:
         self.start_coordinator(device)
         wait_until("the standby", lambda: self._follows(device), _ANSWER_SECONDS)
         self._call("use", addresses=",".join(map(self.testbed.address, (HUB, device))))
-        self.has_standby = True
+        self._has_standby = True
 
     def _follows(self, device: str) -> bool:
         """Whether the coordinator of a device follows another one and has a copy of its state."""
         state = str(self._clients.call("state_of", address=self.testbed.address(device))["state"])
         return state.startswith(_FOLLOWS) and _COPIES not in state
-
-    def redeploy(self) -> None:
-        """Stop the load and the coordinators, serve on all devices again, and start the load."""
-        self._call("end")
-        for process in reversed(self._coordinators.values()):  # the standby first, so that it does not take over
-            stop_coordinator(process)
-        forget_plans(self.testbed)
-        self.start_coordinator(HUB)
-        self._clients.ready_status(_READY_SECONDS)
-        if self.has_standby:
-            self._start_standby()
-        self.begin()
 
     @property
     def model_bytes(self) -> int:
@@ -209,41 +191,26 @@ class FaultHome:
             time.sleep(_POLL_SECONDS)
         return found
 
-    def workers(self) -> dict[str, int]:
-        """Pids of the workers, by device."""
-        found = {name: worker_of(self.testbed, name) for name in self.names}
-        return {name: worker.pid for name, worker in found.items() if worker is not None}
-
-    def wait_until_recovered(self, steady_seconds: float, seconds: float) -> tuple[bool, list[Happened]]:
-        """Wait until all devices are there and every client gets answers, for `steady_seconds` without a break.
-
-        At most for `seconds`. Returns whether that came about, and what happened to the clients.
-        """
-        return self._wait_until_steady(self._is_complete, steady_seconds, seconds)
-
-    def wait_until_ready(self, steady_seconds: float, seconds: float, missing: int) -> tuple[bool, list[Happened]]:
-        """Wait until the home can lose a device again; the rest as `wait_until_recovered`.
-
-        Its plan has all devices but `missing` ones, the losses of its devices are prepared for, the processes from which
-        workers are forked are idle, and a coordinator that does not lead follows the other one.
-        """
-
-        def is_ready(state: HomeState) -> bool:
-            spares = len(state.planned) >= self._num_planned - missing and state.prepared
-            return self._is_complete(state) and spares and self._templates_are_idle() and self._is_followed(state)
-
-        return self._wait_until_steady(is_ready, steady_seconds, seconds)
-
     def learning_seconds(self) -> float:
         """Seconds until the coordinator knows how long its devices usually are silent."""
         return max(self._served + _LEARNING_SECONDS - time.monotonic(), 0.0)
 
-    def _is_complete(self, state: HomeState) -> bool:
+    def is_complete(self, state: HomeState) -> bool:
+        """Whether it serves, with all devices there."""
         return state.serves and state.alive >= set(self.names)
+
+    def is_ready(self, missing: int, state: HomeState) -> bool:
+        """Whether it can lose a device again.
+
+        Its plan has all devices but `missing` ones, the losses of its devices are prepared for, the processes from which
+        workers are forked are idle, and a coordinator that does not lead follows the other one.
+        """
+        spares = len(state.planned) >= self._num_planned - missing and state.prepared
+        return self.is_complete(state) and spares and self._templates_are_idle() and self._is_followed(state)
 
     def _is_followed(self, state: HomeState) -> bool:
         others = [device for device in self._coordinators if device != state.coordinator]
-        return not self.has_standby or (len(others) == 1 and self._follows(others[0]))
+        return not self._has_standby or (len(others) == 1 and self._follows(others[0]))
 
     def _templates_are_idle(self) -> bool:
         """Whether they have used no CPU time since the last look."""
@@ -254,9 +221,11 @@ class FaultHome:
                 self._template_seconds[template.pid] = sum(template.cpu_times()[:2])
         return self._template_seconds == before
 
-    def _wait_until_steady(
-        self, holds: Callable[[HomeState], bool], steady_seconds: float, seconds: float
-    ) -> tuple[bool, list[Happened]]:
+    def wait_until_steady(self, holds: Callable[[HomeState], bool], seconds: float) -> tuple[bool, list[Happened]]:
+        """Wait until a condition holds and every client gets answers, for a moment without a break, at most for `seconds`.
+
+        Returns whether that came about, and what happened to the clients.
+        """
         since = time.monotonic()
         deadline, happened = since + seconds, []
         while True:
@@ -266,7 +235,7 @@ class FaultHome:
             now = time.monotonic()
             since = since if holds_now else now
             clients = range(sum(count for _, count in self._apps))
-            if now - since >= steady_seconds and answers_steadily(happened, clients, now - steady_seconds, now):
+            if now - since >= _STEADY_SECONDS and answers_steadily(happened, clients, now - _STEADY_SECONDS, now):
                 return True, happened
             if now > deadline:
                 return False, happened
@@ -297,7 +266,6 @@ class HomeState:
         status = answer.get("status", {})
         self.phase: str = status.get("phase", "")
         self.serves = self.phase == "serving"
-        self.history: list[dict[str, Any]] = status.get("history", [])
         self.coordinator: str = status.get("name", "")  # the name of the coordinator that answered
         self.planned: list[str] = [device["name"] for device in (status.get("plan") or {}).get("devices", ())]
         # Whether the loss of each device has been prepared for, with the devices that are there now, or found impossible.

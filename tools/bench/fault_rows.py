@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hearth.platform.units import format_seconds
 from tools.bench.results import Record, Summary, Table
@@ -22,33 +22,22 @@ class FaultRow(Record):
     """One fault under load.
 
     `pause_seconds`: a client's longest time between two answers (of a stream: two tokens) around the fault, less its
-    median time before; of the client that waited longest. `rejoin_pause_seconds`: the same after the repair.
+    median time before; of the client that waited longest.
     """
 
     load: str
     number: int  # in the schedule of its load
     fault: str
     target: str  # device, or devices
-    moment_seconds: float  # from the start of the load
     answers: int  # correct ones, from the fault to the end of the observation
     failed: tuple[str, ...] = ()  # errors of calls since the last fault, with seconds from this one
     wrong: tuple[str, ...] = ()  # what was wrong with answers
     pause_seconds: float
-    rejoin_pause_seconds: float = 0.0
-    again_seconds: float  # from the fault to the end of that pause
     limit_seconds: float | None = None  # of the pause
     recovered: bool = True  # serves, with all devices there, when the observation ended
-    workers_before: Mapping[str, int] = {}  # pids by device
-    workers_after: Mapping[str, int] = {}
-    phases: tuple[str, ...] = ()  # of the deployment, with seconds since the fault
-    plan_devices_before: int = 0  # devices of the plan at the fault; 0: an earlier version did not record it
-    plan_devices: int = 0  # after it
+    plan_devices_before: int  # devices of the plan at the fault
     disturbed: str = ""  # why times cannot be trusted
     log: str = ""  # where something went wrong: the gap of each client, and what coordinators and agents have logged
-
-    @property
-    def kept_workers(self) -> int:
-        return sum(self.workers_after.get(device) == pid for device, pid in self.workers_before.items())
 
     @property
     def is_late(self) -> bool:
@@ -84,12 +73,6 @@ def longest_gap(times: Sequence[float], since: float, until: float, end: float) 
     moments = [*times, max(end, times[-1])] if times else [since, end]
     gaps = [Gap(before, after) for before, after in pairwise(moments) if before < until and after > since]
     return max(gaps, key=lambda gap: gap.seconds, default=Gap(since, since))
-
-
-def worst_pause(happened: Iterable[Happened], since: float, until: float, end: float) -> tuple[float, Gap]:
-    """Of all clients, the largest pause, and the gap itself."""
-    none = 0.0, Gap(since, since)
-    return max(pauses(happened, since, until, end).values(), key=lambda pause: pause[0], default=none)
 
 
 def pauses(happened: Iterable[Happened], since: float, until: float, end: float) -> dict[int, tuple[float, Gap]]:
@@ -133,43 +116,44 @@ def two_leaders(happened: Iterable[Happened], num_near: int, parted: float, mend
     return f"both sides of the network got answers: {spans}"
 
 
-def tokens_that_differ(answer: Sequence[int], reference: Sequence[int]) -> int:
-    """Positions at which two answers differ; missing and additional tokens count."""
-    different = sum(a != b for a, b in zip(answer, reference, strict=False))
-    return different + abs(len(answer) - len(reference))
+_COLUMNS: Mapping[str, Callable[[Sequence[FaultRow]], object]] = {  # of the rows of one fault
+    "fault": lambda rows: rows[0].fault,
+    "times": len,
+    "answers": lambda rows: sum(row.answers for row in rows),
+    "failed calls": lambda rows: sum(len(row.failed) for row in rows),
+    "wrong answers": lambda rows: sum(len(row.wrong) for row in rows),
+    "not recovered": lambda rows: sum(not row.recovered for row in rows),
+    "pause, median": lambda rows: format_seconds(statistics.median(row.pause_seconds for row in rows)),
+    "pause, worst": lambda rows: format_seconds(max(row.pause_seconds for row in rows)),
+    "limit": lambda rows: "-" if rows[0].limit_seconds is None else format_seconds(rows[0].limit_seconds),
+    "over the limit": lambda rows: "-" if rows[0].limit_seconds is None else _over_the_limit(rows),
+}
 
 
-def phases_since(history: Sequence[dict[str, Any]], seconds: float) -> tuple[str, ...]:
-    """The phases entered in the last `seconds`, with the time since their start."""
-    recent = [each for each in history if each["seconds_ago"] <= seconds]
-    return tuple(f"+{seconds - each['seconds_ago']:.2f} s {each['phase']}: {each['cause']}"[:200] for each in recent)
-
-
-_COLUMNS = (
-    "fault", "times", "answers", "failed calls", "wrong answers", "not recovered", "workers kept", "pause, median",
-    "pause, worst", "limit", "over the limit", "pause at rejoining, worst",
-)  # fmt: skip
+def _over_the_limit(rows: Sequence[FaultRow]) -> str:
+    late = sum(row.is_late for row in rows)
+    return f"**{late} of {len(rows)}**" if late else f"0 of {len(rows)}"
 
 
 def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
     """A table per load. The run fails if a call failed, an answer was wrong or a home did not recover."""
     tables = []
     for load in dict.fromkeys(row.load for row in rows):
-        of_load = [row for row in rows if row.load == load]
-        names = sorted({row.fault for row in of_load})
-        lines = [_line(name, [row for row in of_load if row.fault == name]) for name in names]
-        tables.append(Table.of(f"Faults under load: {load}", _COLUMNS, lines))
+        by_fault: dict[str, list[FaultRow]] = {}
+        for row in sorted((row for row in rows if row.load == load), key=lambda row: row.fault):
+            by_fault.setdefault(row.fault, []).append(row)
+        tables.append(Table.of_columns(f"Faults under load: {load}", _COLUMNS, by_fault.values()))
     failed, wrong = sum(len(row.failed) for row in rows), sum(len(row.wrong) for row in rows)
     stuck = sum(not row.recovered for row in rows)
     answers = sum(row.answers for row in rows)
     late = [row for row in rows if row.is_late]
     limited = sum(row.limit_seconds is not None for row in rows)
     disturbed = sum(bool(row.disturbed) for row in rows)
-    counts = Counter(row.plan_devices_before for row in rows if row.plan_devices_before)
+    counts = Counter(row.plan_devices_before for row in rows)
     sizes = ", ".join(f"{size} in {count} cases" for size, count in sorted(counts.items()))
     worst = {row.fault: row for row in sorted(late, key=lambda row: row.pause_seconds)}
     harms = [f"{row.load}, {row.fault} of {row.target}: {row.harms[0]}" for row in rows if row.harms]
-    conclusions = (
+    conclusions = [
         f"{len(rows)} faults, {answers} correct answers, {failed} failed calls, {wrong} wrong answers; "
         f"{stuck} times the home did not recover",
         f"{limited - len(late)} of {limited} pauses are within their limits",
@@ -178,33 +162,12 @@ def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
             f"worst {format_seconds(row.pause_seconds)} under {row.load}, limit {format_seconds(row.limit_seconds or 0.0)}"
             for fault, row in sorted(worst.items())
         ),
-        *([f"devices of the plan at the fault: {sizes}"] if sizes else ()),
-        *(
-            [f"other programs used the machine during {disturbed} faults: their pauses are too long"]
-            if disturbed
-            else ()
-        ),
-        *harms[:_MOST_HARMS],
-        *([f"... and {len(harms) - _MOST_HARMS} more"] if len(harms) > _MOST_HARMS else ()),
-    )
-    harmless = all(row.harmless for row in rows)
-    return Summary(
-        conclusions=conclusions, tables=tuple(tables), failure="" if harmless else "a fault was not harmless"
-    )
-
-
-def _line(fault: str, rows: Sequence[FaultRow]) -> tuple[str, ...]:
-    pauses = [row.pause_seconds for row in rows]
-    limit = rows[0].limit_seconds
-    kept, before = (
-        sum(values) for values in zip(*((r.kept_workers, len(r.workers_before)) for r in rows), strict=True)
-    )
-    late = sum(row.is_late for row in rows)
-    return (
-        fault, str(len(rows)), str(sum(row.answers for row in rows)), str(sum(len(row.failed) for row in rows)),
-        str(sum(len(row.wrong) for row in rows)), str(sum(not row.recovered for row in rows)), f"{kept} of {before}",
-        format_seconds(statistics.median(pauses)), format_seconds(max(pauses)),
-        "-" if limit is None else format_seconds(limit),
-        "-" if limit is None else f"**{late} of {len(rows)}**" if late else f"0 of {len(rows)}",
-        format_seconds(max(row.rejoin_pause_seconds for row in rows)),
-    )  # fmt: skip
+        f"devices of the plan at the fault: {sizes}",
+    ]
+    if disturbed:
+        conclusions.append(f"other programs used the machine during {disturbed} faults: their pauses are too long")
+    conclusions += harms[:_MOST_HARMS]
+    if len(harms) > _MOST_HARMS:
+        conclusions.append(f"... and {len(harms) - _MOST_HARMS} more")
+    failure = "" if all(row.harmless for row in rows) else "a fault was not harmless"
+    return Summary(conclusions=tuple(conclusions), tables=tuple(tables), failure=failure)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 from pydantic import Field, TypeAdapter, field_validator, model_validator
@@ -22,10 +23,8 @@ from tools.bench.fault_rows import (
     Gap,
     Happened,
     pauses,
-    phases_since,
     summarise_faults,
     two_leaders,
-    worst_pause,
 )
 from tools.bench.load import load_between, snapshot
 from tools.bench.results import Summary
@@ -37,6 +36,8 @@ SINGLE = (
     "power cycled", "coordinator killed", "coordinator stopped",
 )  # fmt: skip
 COMBINED = tuple(name for name in FAULTS if name not in (*SINGLE, *OF_COORDINATORS))
+_RECOVER_SECONDS = 90.0  # after the last repair; then the home counts as not recovered
+_REJOIN_SECONDS = 20.0  # for the home to be ready for the next fault; then another one is made
 _LOG_CHARACTERS = 3000  # of the log of each coordinator and agent that are kept where something went wrong
 
 
@@ -64,11 +65,8 @@ class Faults(Experiment):
     standby: bool = False  # a second coordinator follows on the last device; then only coordinators fail
     seed: int = 1
     # Devices that the plan may lack when a fault happens. A device that was lost is there again after seconds, but joins a plan
-    # after 10 s at the earliest: 1 measures a home that has such a spare device, and 0 serves again after most faults.
+    # after 10 s at the earliest: 1 measures a home that has such a spare device, and 0 needs a new home after most faults.
     missing: int = Field(1, ge=0)
-    answer_seconds: float = Field(1.5, gt=0)  # for which every client must get answers until a home counts as recovered
-    recover_seconds: float = Field(90.0, ge=1)  # after the last repair; then the home counts as not recovered
-    rejoin_seconds: float = Field(20.0, ge=0)  # for the home to be ready for the next fault; then it serves again
 
     @field_validator("faults")
     @classmethod
@@ -95,16 +93,18 @@ class Faults(Experiment):
             schedule = self._schedule(load)
             done = {row.number for row in context.known if row.load == load}
             waiting = [number for number in range(len(schedule)) if number not in done]
+            happened: list[Happened] = []  # since the last fault
             while waiting:
                 with served_home(load, context, self.devices, self.standby, self._parts_network) as home:
                     home.begin()
-                    recovered = True
-                    while waiting and recovered:
+                    can_lose = partial(home.is_ready, self.missing)
+                    happened += home.wait_until_steady(can_lose, _RECOVER_SECONDS)[1]
+                    is_ready = True
+                    while waiting and is_ready:
                         number = waiting.pop(0)
                         context.report(f"{load}: fault {number + 1} of {len(schedule)}, {schedule[number]}")
-                        row = self._measure_one(home, number, schedule[number])
-                        recovered = row.recovered
-                        yield row
+                        yield self._measure_one(home, number, schedule[number], happened)
+                        is_ready, happened = home.wait_until_steady(can_lose, _REJOIN_SECONDS)
 
     def summary(self, rows: Sequence[FaultRow]) -> Summary:
         return summarise_faults(rows)
@@ -119,18 +119,14 @@ class Faults(Experiment):
         random.Random(f"{self.seed} {load}").shuffle(schedule)
         return schedule
 
-    def _measure_one(self, home: FaultHome, number: int, name: str) -> FaultRow:
+    def _measure_one(self, home: FaultHome, number: int, name: str, before: list[Happened]) -> FaultRow:
+        """`before`: what happened since the last fault."""
         chance, fault = random.Random(f"{self.seed} {home.load} {number}"), FAULTS[name]
-        is_ready, before = home.wait_until_ready(self.answer_seconds, self.rejoin_seconds, self.missing)
-        if not is_ready:
-            home.redeploy()
-            _, more = home.wait_until_ready(self.answer_seconds, self.recover_seconds, self.missing)
-            before += more
         learning_seconds = 0.0 if name.startswith("coordinator") else home.learning_seconds()
         time.sleep(learning_seconds + chance.uniform(*_MOMENT_SECONDS))
         target, planned = fault.choose(home, chance), home.planned()
-        before += home.take()
-        workers, log_sizes, load_before = home.workers(), home.log_sizes(), snapshot()
+        log_sizes, load_before = home.log_sizes(), snapshot()
+        before = [*before, *home.take()]
         moment = time.monotonic()
         repairs = sorted(fault.act(home, target, chance), key=lambda repair: repair.seconds)
         acted = repairing = time.monotonic()
@@ -139,29 +135,23 @@ class Faults(Experiment):
             repairing = time.monotonic()
             repair.act()
         repaired = time.monotonic()
-        recovered, after = home.wait_until_recovered(self.answer_seconds, self.recover_seconds)
-        state, end, happened = home.look(), time.monotonic(), [*before, *after]
+        recovered, after = home.wait_until_steady(home.is_complete, _RECOVER_SECONDS)
+        end, happened = time.monotonic(), [*before, *after]
         failed, wrong = _details(happened, "failed", moment), _details(happened, "wrong", moment)
         if fault.parts_network and (both := two_leaders(after, CLIENTS, acted, repairing)):
             wrong = (*wrong, both)
         # Until the repair of a silent device, or else for as long as it takes
-        pause, gap = worst_pause(happened, moment, repaired if repairs else end, end)
-        back = max(repaired, gap.end)
-        rejoin, _ = worst_pause(happened, back, end, end) if repairs else (0.0, gap)
-        limit = fault.standby_limit_seconds if home.has_standby else fault.limit_seconds
-        background = load_between([(load_before, snapshot())])
-        gaps = pauses(happened, moment, repaired if repairs else end, end)
+        found = pauses(happened, moment, repaired if repairs else end, end)
         row = FaultRow(
-            load=home.load, number=number, fault=name, target=target, moment_seconds=moment - home.began,
+            load=home.load, number=number, fault=name, target=target,
             answers=sum(each[0] >= moment and each[2] == "answer" for each in happened), failed=failed, wrong=wrong,
-            pause_seconds=pause, rejoin_pause_seconds=rejoin, again_seconds=max(gap.end - moment, 0.0),
-            limit_seconds=limit, recovered=recovered, workers_before=workers,
-            workers_after=home.workers(), phases=phases_since(state.history, end - moment),
-            plan_devices_before=len(planned), plan_devices=len(state.planned), disturbed=background.distrust,
+            pause_seconds=max((seconds for seconds, _ in found.values()), default=0.0),
+            limit_seconds=fault.standby_limit_seconds if self.standby else fault.limit_seconds, recovered=recovered,
+            plan_devices_before=len(planned), disturbed=load_between([(load_before, snapshot())]).distrust,
         )  # fmt: skip
         if row.harmless and not row.is_late:
             return row
-        return row.model_copy(update={"log": _describe(gaps, moment) + home.logs_since(log_sizes, _LOG_CHARACTERS)})
+        return row.model_copy(update={"log": _describe(found, moment) + home.logs_since(log_sizes, _LOG_CHARACTERS)})
 
 
 def _describe(gaps: Mapping[int, tuple[float, Gap]], moment: float) -> str:

@@ -65,12 +65,6 @@ def stop_coordinator(coordinator: subprocess.Popen[bytes]) -> None:
     coordinator.wait(_STOP_SECONDS)
 
 
-def forget_plans(testbed: Testbed) -> None:
-    """Remove what coordinators that have ended were serving: the next one takes nothing over and plans with all devices."""
-    for path in testbed.folder.glob("**/coordinator/serving*"):
-        path.unlink()
-
-
 @contextmanager
 def on_quietest_core(scenario: Scenario) -> Iterator[None]:
     """Pin processes started in the block without limits (coordinator, client apps) to the core that the devices use least.
