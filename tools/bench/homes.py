@@ -29,23 +29,23 @@ _STOP_SECONDS = 20.0  # for a coordinator to end after SIGTERM: longer than it d
 Model = str | Mapping[str, Any]  # a checkpoint's directory; or a shape's name, a config.json or its content
 
 
-def hub_scenario(num_devices: int, cpu_share: float | None = None) -> Scenario:
-    """The first devices of the hub scenario, and the hub. `cpu_share`: cores of each device; None: the scenario's."""
+def hub_scenario(num_devices: int, mbit: float, cpu_share: float | None = None) -> Scenario:
+    """The first devices of the hub scenario, and the hub. `mbit`: real rate of every link; `cpu_share`: of each device."""
     scenario = load_scenario(HUB)
     *devices, hub = scenario.devices
     chosen = [
         device.model_copy(update={"cpu_share": cpu_share or device.cpu_share}) for device in devices[:num_devices]
     ]
-    return scenario.model_copy(update={"devices": (*chosen, hub)})
+    return scenario.model_copy(update={"devices": (*chosen, hub)}).with_mbit(mbit)
 
 
 @contextmanager
-def agents(scenario: Scenario, folder: Path, mbit: float, *options: str, tree: Path | None = None) -> Iterator[Testbed]:
+def agents(scenario: Scenario, folder: Path, *options: str, tree: Path | None = None) -> Iterator[Testbed]:
     """A testbed with an agent on every device except the coordinator's, until the end of the block or an interrupt.
 
-    `mbit`: real rate of every link. `options`: of `hearth-agent`. Raises BadSetting if the scenario cannot be emulated.
+    `options`: of `hearth-agent`. Raises BadSetting if the scenario cannot be emulated.
     """
-    with Testbed(scenario.with_mbit(mbit), Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)), tree=tree) as testbed:
+    with Testbed(scenario, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)), tree=tree) as testbed:
         for name in agent_names(testbed):
             testbed.start_agent(name, *options)
         yield testbed

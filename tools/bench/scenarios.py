@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -22,22 +20,21 @@ from coordinator.devices.profile_file import read_transformer_profile
 from coordinator.plan.methods import LOCAL
 from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset
-from hearth.errors import BadSetting
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_home import GraphHome
-from tools.bench.homes import Model, agent_names, decoder_directory, on_quietest_core
+from tools.bench.homes import Model, agent_names, agents, decoder_directory, on_quietest_core
 from tools.bench.load import interleaved, load_between, snapshot
-from tools.bench.measure import Models, emulated, without_memory_limits
+from tools.bench.measure import Models, without_memory_limits
 from tools.bench.plans import describe
 from tools.bench.results import COUNT, PERCENT, Finding, Record, Summary, Table, at_most, summarise, without_target
 from tools.bench.shapes import find_shape
-from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio
-from tools.graph_models import NETWORKS, build, export
-from tools.testbed import Scenario, Testbed, load_scenario
+from tools.bench.stats import Ratio, paired_ratio
+from tools.graph_models import build, export
+from tools.testbed import Testbed, load_scenario
 from tools.testbed.cluster import check_possible
 from tools.testbed.scenario import SCENARIOS
 
@@ -55,15 +52,11 @@ class ScenarioRow(Record):
     strategy: str
     plan: str  # in a few words
     media: tuple[str, ...] = ()  # devices of each medium in the profile; of graphs: not recorded
-    actual_media: tuple[str, ...] | None = None  # those of the scenario; None: not recorded
+    actual_media: tuple[str, ...] | None = None  # those of the scenario; of graphs: not recorded
     predicted_seconds: float = Field(gt=0)
     seconds: tuple[float, ...] = Field(min_length=1)  # by round
-    # Of a decoder, the part of both until the first token.
-    predicted_prompt_seconds: float = 0.0
-    prompt_seconds: tuple[float, ...] = ()
     same_plan_as: str | None = None
     distrust: str = ""  # why the times cannot be trusted: other programs ran during the rounds
-    errors: tuple[str, ...] = ()  # of requests
 
     @property
     def median_seconds(self) -> float:
@@ -121,21 +114,12 @@ def summarise_scenarios(rows: Sequence[ScenarioRow]) -> Summary:
                 without_target(figure, statistics.median(rescaled), PERCENT, f"{len(rescaled)} other plans")
             )
         findings += [_of_auto(row, rows) for row in group if row.strategy == AUTO]
-        findings += _of_media(scenario, group)
-    failed = sum(len(row.errors) for row in rows)
-    findings.append(at_most("failed requests", failed, 0, "{:.0f}".format))
+        wrong = {f"{row.workload}: {each}" for row in group for each in {*row.media} ^ {*(row.actual_media or ())}}
+        figure = f"{scenario}: media missed or invented"
+        findings.append(at_most(figure, len(wrong), 0, COUNT, "; ".join(sorted(wrong))))
     least = min((len(row.seconds) for row in rows), default=0)
     title = f"{least} rounds" + ("" if least >= CLAIM_ROUNDS else f"; a claim needs {CLAIM_ROUNDS}")
     return summarise(title, findings, _table(rows))
-
-
-def _of_media(scenario: str, rows: Sequence[ScenarioRow]) -> list[Finding]:
-    """Media that a profile lacks, or has although there is none, of all workloads."""
-    known = [row for row in rows if row.actual_media is not None]
-    if not known:
-        return []
-    wrong = {f"{row.workload}: {each}" for row in known for each in {*row.media} ^ {*(row.actual_media or ())}}
-    return [at_most(f"{scenario}: media missed or invented", len(wrong), 0, COUNT, "; ".join(sorted(wrong)))]
 
 
 def _of_auto(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> Finding:
@@ -157,23 +141,14 @@ def _table(rows: Sequence[ScenarioRow]) -> Table:
         error = rescaled_error(row, rows)
         return "-" if error is None else f"{error:+.0%}"
 
-    def measured(row: ScenarioRow) -> str:
-        prompt = f" (prompt {format_seconds(statistics.median(row.prompt_seconds))})" if row.prompt_seconds else ""
-        return format_seconds(row.median_seconds) + prompt
-
-    def predicted(row: ScenarioRow) -> str:
-        prompt = f" (prompt {format_seconds(row.predicted_prompt_seconds)})" if row.prompt_seconds else ""
-        return format_seconds(row.predicted_seconds) + prompt
-
     media = dict.fromkeys(f"{row.scenario}: one medium for {each}" for row in rows for each in row.media)
     distrusted = dict.fromkeys(f"{row.at}: untrusted, {row.distrust}" for row in rows if row.distrust)
     columns: Mapping[str, Callable[[ScenarioRow], object]] = {
         "scenario, workload": lambda row: f"{row.at} (untrusted)" if row.distrust else row.at,
         "strategy": lambda row: row.strategy,
         "plan": lambda row: row.plan,
-        "predicted": predicted,
-        "measured": measured,
-        "interval": lambda row: "..".join(map(format_seconds, bootstrap_interval(row.seconds))),
+        "predicted": lambda row: format_seconds(row.predicted_seconds),
+        "measured": lambda row: format_seconds(row.median_seconds),
         "error": lambda row: f"{row.prediction_error:+.0%}",
         "rescaled": rescaled,
         "over one device": over,
@@ -225,8 +200,7 @@ class Scenarios(Experiment):
     decoder: Model = _LLAMA
     prompt_tokens: int = Field(64, ge=1)
     new_tokens: int = Field(24, ge=2)
-    network: str = "two_branch"  # of `tools.graph_models`
-    branch_width: int = Field(256, ge=8, le=1024)  # channels of each branch
+    branch_width: int = Field(256, ge=8, le=1024)  # channels of each branch of the graph
     requests: int = Field(5, ge=1)  # to the graph in each round
     time_limit: float = Field(10.0, gt=0)  # seconds of each search for a placement
 
@@ -235,8 +209,6 @@ class Scenarios(Experiment):
         for scenario in scenarios:
             check_possible(without_memory_limits(scenario))
         find_shape(self.encoder)
-        if self.network not in NETWORKS:
-            raise BadSetting(setting="network", reason=f"{self.network!r} is none of {', '.join(sorted(NETWORKS))}")
         yield from context.known
         known = {(row.scenario, row.workload) for row in context.known}
         models = Models(context.folder)
@@ -245,7 +217,8 @@ class Scenarios(Experiment):
             wanted = [workload for workload in self.workload if (scenario.name, workload) not in known]
             if not wanted:
                 continue
-            with _home(scenario, context) as testbed:
+            context.report(f"{scenario.name}: putting up {len(scenario.devices)} devices")
+            with agents(without_memory_limits(scenario), context.folder) as testbed:
                 for workload in wanted:
                     report = _prefixed(context.report, f"{scenario.name}, {workload}: ")
                     if workload == "graph":
@@ -255,6 +228,7 @@ class Scenarios(Experiment):
                         report("making the model")
                         made[workload] = self._model(workload, models, context.folder)
                     yield from self._transformer(workload, testbed, made[workload], report)
+            shutil.rmtree(testbed.folder, ignore_errors=True)  # agents' stores
 
     # ---- transformers ---------------------------------------------------------------------------------------------
 
@@ -272,12 +246,12 @@ class Scenarios(Experiment):
         prompt = made_up_prompt(model.spec.vocab_size, self.prompt_tokens)
         with EngineRunners(testbed, agent_names(testbed)) as engine:
 
-            def run(name: str) -> dict[str, float]:
-                """Seconds of one step or request; of a decoder also of the prompt."""
+            def run(name: str) -> float:
+                """Seconds of one step or request."""
                 if workload == "prefill":
-                    return {"seconds": engine.run(name, self.seq_len).seconds}
+                    return engine.run(name, self.seq_len).seconds
                 answer = engine.generate(name, prompt, self.new_tokens)
-                return {"seconds": answer["prefill"] + answer["decode"], "prompt": answer["prefill"]}
+                return float(answer["prefill"] + answer["decode"])
 
             distinct = distinct_plans(plans)
             for name in dict.fromkeys(distinct.values()):
@@ -286,14 +260,11 @@ class Scenarios(Experiment):
             runs = {name: partial(run, name) for name in distinct.values()}
             measured, distrust = interleaved(runs, self.rounds, report)
         for name, plan in plans.items():
-            found = measured[distinct[name]]
             yield ScenarioRow(
                 scenario=testbed.scenario.name, workload=workload, strategy=name, plan=describe(plan),
                 media=tuple(_names(cluster, medium.device_ids) for medium in cluster.media),
                 actual_media=tuple(", ".join(sorted(testbed.scenario.stations(each.name))) for each in testbed.scenario.media),
-                predicted_seconds=self._predicted(plan), seconds=tuple(each["seconds"] for each in found),
-                predicted_prompt_seconds=plan.predicted.prompt_seconds,
-                prompt_seconds=tuple(each["prompt"] for each in found if "prompt" in each),
+                predicted_seconds=self._predicted(plan), seconds=tuple(measured[distinct[name]]),
                 same_plan_as=distinct[name] if distinct[name] != name else None, distrust=distrust,
             )  # fmt: skip
 
@@ -322,10 +293,10 @@ class Scenarios(Experiment):
     # ---- the graph ------------------------------------------------------------------------------------------------
 
     def _graph(self, testbed: Testbed, folder: Path, report: Callable[[str], None]) -> Iterator[ScenarioRow]:
-        model = folder / f"{self.network}.onnx"
+        model = folder / "two_branch.onnx"
         if not model.exists():
             report("making the network")
-            export(build(self.network, branch_width=self.branch_width), model)
+            export(build("two_branch", branch_width=self.branch_width), model)
         one_by_one = {"at_once": 1, "warm_up": 1, "count": self.requests}
         with on_quietest_core(testbed.scenario), GraphHome(testbed, model, "latency", report) as home:
             candidates = [home.make_plan(name, name, self.time_limit) for name in (LOCAL, AUTO)]
@@ -343,20 +314,6 @@ class Scenarios(Experiment):
 
     def summary(self, rows: Sequence[ScenarioRow]) -> Summary:
         return summarise_scenarios(rows)
-
-
-@contextmanager
-def _home(scenario: Scenario, context: Context) -> Iterator[Testbed]:
-    """The scenario with an agent on every device except the coordinator's, if it has one to itself."""
-    context.report(f"{scenario.name}: putting up {len(scenario.devices)} devices")
-    folder = Path(tempfile.mkdtemp(prefix="testbed-", dir=context.folder))
-    try:
-        with emulated(scenario, folder, real_mbit=False) as testbed:
-            for name in agent_names(testbed):
-                testbed.start_agent(name)
-            yield testbed
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)  # agents' stores
 
 
 def home_profile(testbed: Testbed, model: StoredModel, num_rows: int) -> ClusterProfile:

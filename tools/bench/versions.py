@@ -207,11 +207,11 @@ def _work(case: Steps, name: str, vocab_size: int, runners: EngineRunners) -> Wo
 @contextmanager
 def pipeline(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
     """Rounds of requests through a full graph pipeline, alternating between both checkouts."""
-    scenario = hub_scenario(_PIPELINE_DEVICES, _PIPELINE_CORES)
+    scenario = hub_scenario(_PIPELINE_DEVICES, _PIPELINE_MBIT, _PIPELINE_CORES)
     report(f"{PIPELINE}: making the model and the testbeds")
     model = export(build(PIPELINE), folder / f"{PIPELINE}.onnx")
     with ExitStack() as stack:
-        homes = [stack.enter_context(agents(scenario, folder, _PIPELINE_MBIT, tree=tree)) for tree in trees]
+        homes = [stack.enter_context(agents(scenario, folder, tree=tree)) for tree in trees]
         stack.enter_context(on_quietest_core(scenario))
         objective = ("--objective", "throughput", "--strategy", "pipeline-exact")
         report(f"{PIPELINE}: planning and loading")
