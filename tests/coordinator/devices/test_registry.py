@@ -7,15 +7,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from coordinator.devices import registry
 from coordinator.devices.registry import MAX_DEAD_SECONDS, MIN_DEAD_SECONDS, RECONNECT_SECONDS, Device
 from hearth import errors
 from hearth.protocol import DEAD_SECONDS, HEARTBEAT_SECONDS, LEASE_SECONDS, late_seconds
 from hearth.wire.messages import AgentState, AgentWelcome, WorkerStatus
-
-runner = CliRunner()
 
 
 def device(name: str = "a", boot_id: str = "boot", host: str = "10.0.0.1", last_seen: float = 100.0) -> Device:

@@ -15,19 +15,25 @@ from hearth.errors import BadSetting
 
 
 @pytest.mark.parametrize(
-    ("weights", "deterministic", "given", "kv_cache"),
+    ("family", "weights", "deterministic", "given", "kv_cache"),
     [
-        ("float32", False, None, "float32"),
-        ("int8", False, None, "bfloat16"),
-        ("int8", True, None, "float32"),
-        ("int8", True, "int8", "int8"),
+        ("llama", "float32", False, None, "float32"),
+        ("llama", "float32", False, "int8", "int8"),
+        ("llama", "bfloat16", False, None, "bfloat16"),
+        ("llama", "float16", False, None, "bfloat16"),
+        ("llama", "int8", False, None, "bfloat16"),
+        ("llama", "int8", False, "int8", "int8"),
+        ("llama", "int8", True, None, "float32"),
+        ("llama", "int8", True, "int8", "int8"),
+        ("llama", "int4", False, None, "bfloat16"),
+        ("bert", "int8", False, None, "float32"),
     ],
 )
 def test_format_of_the_kv_cache(
-    weights: str, deterministic: bool, given: str | None, kv_cache: str, tmp_path: Path
+    family: str, weights: str, deterministic: bool, given: str | None, kv_cache: str, tmp_path: Path
 ) -> None:
     fields = {"weights": weights, "deterministic": deterministic, "kv_cache": given}
-    goal = TransformerGoal.model_validate({"model_dir": str(write_model(tmp_path, "llama")), **fields})
+    goal = TransformerGoal.model_validate({"model_dir": str(write_model(tmp_path, family)), **fields})
     assert open_transformer(goal).spec.kv_cache == kv_cache
 
 

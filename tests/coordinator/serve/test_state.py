@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from support.plans import BERT_LARGE, make_plan
 from support.waiting import until
-from typer.testing import CliRunner
 
 from coordinator.serve import state as module
 from coordinator.serve.clients.key_registry import KeyRegistry
@@ -18,8 +17,6 @@ from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal, keep_retrying, locked_state
 from hearth.errors import BadSetting
 from hearth.platform.asyncio_tools import cancel_all
-
-runner = CliRunner()
 
 
 def test_state_persists_and_damaged_files_are_replaced_by_their_second_copy(tmp_path: Path) -> None:

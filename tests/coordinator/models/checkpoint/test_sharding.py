@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load, save_file
 from support.checkpoints import CONFIGS, as_stored, canonical_tensors, reassembled, stored_tensors, write_model
+from support.chunks import refs_of
 from support.plans import BERT_LARGE, make_plan
 
 from coordinator.models.checkpoint.checkpoint import Checkpoint
@@ -45,14 +46,6 @@ def test_all_chunks_together_equal_the_model_bit_for_bit(family: str, num_files:
     assert set(found) == set(expected)
     for name, array in expected.items():
         assert np.array_equal(found[name], array), name
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_planners_know_the_size_of_each_chunk(family: str, tmp_path: Path) -> None:
-    spec = read_spec(write_model(tmp_path, family))
-    with Checkpoint(tmp_path) as checkpoint:
-        for ref in build_manifest(checkpoint, spec):
-            assert num_chunk_bytes(spec, ref.kind, ref.grain) == ref.num_bytes
 
 
 def test_chunk_names_depend_on_content_only(tmp_path: Path) -> None:
@@ -139,13 +132,6 @@ def test_manifest_is_cached_until_a_file_changes(tmp_path: Path) -> None:
         assert cached_manifest(checkpoint, spec, cache) == first
 
 
-def refs_of(spec: ModelSpec) -> tuple[ChunkRef, ...]:
-    return tuple(
-        ChunkRef(hash=f"{index:064x}", num_bytes=1, kind=kind, layer=layer, grain=grain)
-        for index, (kind, layer, grain) in enumerate(all_chunks(spec))
-    )
-
-
 def owner(shares: Sequence[int], item: int) -> int:
     return next(rank for rank, span in enumerate(spans(shares)) if span.start <= item < span.stop)
 
@@ -201,20 +187,11 @@ def test_decoder_head_is_separate_or_tied() -> None:
     assert "head" not in {kind for kind, _, _ in all_chunks(tied)}
 
 
-def test_sp_ranks_hold_all_layers_and_a_share_of_the_vocabulary() -> None:
-    refs = refs_of(BERT_LARGE)
-    plan = make_plan(BERT_LARGE, "sp", (1, 1))
-    first, second = (chunks_for_rank(refs, plan, rank) for rank in range(2))
-    layers = {ref for ref in refs if ref.kind in ("qkv", "out", "mlp", "connective")}
-    assert layers <= set(first)
-    assert layers <= set(second)
-    assert not {ref for ref in first if ref.kind == "vocabulary"} & {ref for ref in second if ref.kind == "vocabulary"}
-
-
 @pytest.mark.parametrize("family", CONFIGS)
-def test_weight_count_of_spec_equals_the_chunks(family: str, tmp_path: Path) -> None:
+def test_planners_know_the_size_of_each_chunk(family: str, tmp_path: Path) -> None:
     spec = read_spec(write_model(tmp_path, family))
     with Checkpoint(tmp_path) as checkpoint:
-        for kind, layer, grain in all_chunks(spec):
-            arrays = load(chunk_bytes(checkpoint, spec, kind, layer, grain)).values()
-            assert num_chunk_weights(spec, kind, grain) == sum(array.size for array in arrays)
+        for ref in build_manifest(checkpoint, spec):
+            content = chunk_bytes(checkpoint, spec, ref.kind, ref.layer, ref.grain)
+            assert num_chunk_bytes(spec, ref.kind, ref.grain) == ref.num_bytes == len(content)
+            assert num_chunk_weights(spec, ref.kind, ref.grain) == sum(array.size for array in load(content).values())

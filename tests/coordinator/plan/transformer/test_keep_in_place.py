@@ -6,16 +6,16 @@ import random
 from dataclasses import replace
 
 import pytest
+from support.chunks import refs_of
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, with_rates
 
-from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_rank, num_chunk_weights
+from coordinator.models.checkpoint.chunk_layout import chunks_for_rank, num_chunk_weights
 from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.refine import loaded_weights
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest, on_subset
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan, plan_from_json
-from hearth.wire.messages import ChunkRef
 
 BERT_SMALL = BERT_LARGE.model_copy(update={"name": "bert-small", "num_layers": 6})
 LLAMA = LLAMA_1B.model_copy(update={"num_layers": 6})
@@ -34,10 +34,7 @@ def request_for(kind: str, strategy: str, num_devices: int, seed: int) -> PlanRe
 
 
 def chunks_of_devices(plan: TransformerPlan) -> dict[str, set[tuple[str, int, int]]]:
-    refs = tuple(
-        ChunkRef(kind=kind, layer=layer, grain=grain, hash="0" * 64, num_bytes=1)
-        for kind, layer, grain in all_chunks(plan.model)
-    )
+    refs = refs_of(plan.model)
     return {
         device.device_id: {(ref.kind, ref.layer, ref.grain) for ref in chunks_for_rank(refs, plan, rank)}
         for rank, device in enumerate(plan.devices)

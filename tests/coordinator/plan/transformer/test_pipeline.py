@@ -5,20 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import permutations, product
-from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpoints import write_model
+from support.chunks import refs_of
 from support.planning import plan_for
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile, with_blocks, with_rates
-from typer.testing import CliRunner
 
-from coordinator.cli.app import app
-from coordinator.models.checkpoint.chunk_layout import all_chunks, chunks_for_rank
-from coordinator.models.checkpoint.families import read_spec
+from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.plan.transformer.choose import plan_strategy, plan_transformer
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
 from coordinator.plan.transformer.cost.layout import PlanLayout
@@ -33,7 +29,6 @@ from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile, WireCost
 from hearth.plan.transformer import STRATEGIES, Pipeline
 from hearth.trace import transfers
-from hearth.wire.messages import ChunkRef
 
 EXACT = WireFormat()
 FEW = LLAMA_1B.model_copy(update={"name": "few", "num_layers": 5})
@@ -311,10 +306,7 @@ def test_stage_needs_only_the_chunks_of_its_layers(layers: list[int], spec: Mode
     spec = spec.model_copy(update={"num_layers": sum(layers)})
     budgets = home([1.0] * len(layers), spec=spec)
     plan = build_plan(request(budgets, spec), Pipeline.of(spec, layers, PROFILED), "test")
-    refs = tuple(
-        ChunkRef(hash=f"{index:064x}", num_bytes=1, kind=kind, layer=layer, grain=grain)
-        for index, (kind, layer, grain) in enumerate(all_chunks(spec))
-    )
+    refs = refs_of(spec)
     held = [set(chunks_for_rank(refs, plan, rank)) for rank in range(len(layers))]
     stage_of = [rank for rank, count in enumerate(layers) for _ in range(count)]
     for ref in refs:
@@ -341,29 +333,6 @@ def test_invalid_pipeline_plan_error_names_the_field(change: dict[str, Any], mat
     data["body"].update(change)
     with pytest.raises(BadPlan, match=match):
         plan_from_json(json.dumps(data))
-
-
-# ---- on the command line ----------------------------------------------------------------------------------------------
-
-
-def test_pipeline_plan_and_explanation_fit_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model_dir = write_model(tmp_path / "model", "llama")
-    spec = read_spec(model_dir)
-    devices = cluster([device_profile(index, index + 1.0, spec, 8) for index in range(2)], 1000)
-    (tmp_path / "home.json").write_text(devices.model_dump_json())
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "80")
-    command = [
-        "plan", str(model_dir), "--load-profile", str(tmp_path / "home.json"), "--strategy", "pipeline", "--explain",
-    ]  # fmt: skip
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 0, result.output
-    assert max(map(len, result.output.splitlines())) <= 80
-    assert "by pipeline on 2 devices" in result.output
-    for stage in ("0 to 0", "1 to 1"):
-        assert stage in result.output
-    printed = json.loads(CliRunner().invoke(app, [*command, "--json"]).stdout)
-    assert printed["body"]["layers"] == [1, 1]
 
 
 def test_planner_chooses_suitable_devices() -> None:

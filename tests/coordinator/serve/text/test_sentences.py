@@ -8,12 +8,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from coordinator.serve.text.sentences import SentenceTokenizer, mean_pool, pack_sequences, step_batches
 from hearth.errors import BadCheckpoint, TextTooLong
-
-runner = CliRunner()
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=20), st.integers(1, 100))
