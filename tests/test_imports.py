@@ -48,7 +48,6 @@ PURE_MODULES = (
     "coordinator.models.onnx.flops",
     "coordinator.models.onnx.tiling.space",
     "coordinator.models.ordering",
-    "coordinator.serve.events.ring",
     "coordinator.serve.text.answer_reader",
     "coordinator.serve.text.closed_schemas",
     "coordinator.serve.replan.drift",

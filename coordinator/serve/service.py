@@ -328,7 +328,7 @@ class Service:
         return Reply(wire.Metrics(content_type=CONTENT_TYPE), [self._metrics.text()])
 
     async def _keep_loaded(self, message: wire.KeepLoaded) -> wire.Message:
-        self.deployments.for_request(message).keep_loaded(message.seconds)
+        self.deployments.for_request(message).keep_alive.keep_loaded(message.seconds)
         return wire.Done()
 
     async def _list_models(self, message: wire.ListModels) -> wire.Message:

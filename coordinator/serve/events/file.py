@@ -49,10 +49,7 @@ class EventFile:
 
     def append(self, stream: str, events: Sequence[RecordedEvent]) -> None:
         """Add events. Raises OSError; then none of them, or only the first ones, can be read."""
-        lines = (
-            _Line(stream=stream, number=each.number, unix_seconds=each.unix_seconds, event=each.event)
-            for each in events
-        )
+        lines = (_Line(stream=stream, **dict(each)) for each in events)
         text = "".join(line.model_dump_json() + "\n" for line in lines)
         if self._may_be_cut:
             text = "\n" + text

@@ -6,11 +6,12 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import suppress
+from itertools import takewhile
 
 from coordinator.serve.events.file import EventFile
-from coordinator.serve.events.ring import EventRing
 from hearth.errors import BadRequest, DiskHung
 from hearth.platform.asyncio_tools import loop_time, with_timeout
 from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk
@@ -25,6 +26,48 @@ _SKIPPED_NUMBERS = 1_000_000
 _BATCH_SECONDS = 0.1  # events of this time travel together: a flood of requests costs those who watch one message
 _ALIVE_SECONDS = 5.0  # after which those who watch hear that nothing has happened
 _WATCHED_SECONDS = 60.0  # for which the stream counts as watched after somebody has asked
+
+# Of each kind, so that frequent ones do not push out the others. In all 2 to 3 MB, and 2 MB as text.
+_KEPT: Mapping[str, int] = {
+    "request_ended": 1000,
+    "device_sampled": 1500,  # of five devices: five hours at one a minute, half an hour while somebody watches
+    "device_changed": 500,
+    "link_rated": 500,
+    "plan_changed": 200,
+    "phase_changed": 500,
+    "coordinator_started": 50,
+}
+assert _KEPT.keys() == set(wire.EVENT_KINDS)
+
+
+class EventRing:
+    """The events that are kept, of each kind the newest. Numbers must grow."""
+
+    def __init__(self, kept: Mapping[str, int] = _KEPT) -> None:
+        self._kept = {kind: deque[wire.RecordedEvent](maxlen=limit) for kind, limit in kept.items()}
+        self._last_dropped = dict.fromkeys(kept, 0)  # number of the newest event that was dropped
+
+    def add(self, recorded: wire.RecordedEvent) -> None:
+        """Keep an event; the oldest one of its kind is dropped if there are too many."""
+        kind = recorded.event.kind
+        kept = self._kept[kind]
+        if len(kept) == kept.maxlen:
+            self._last_dropped[kind] = kept[0].number
+        kept.append(recorded)
+
+    def after(self, number: int, kinds: Collection[str], limit: int) -> list[wire.RecordedEvent]:
+        """The first `limit` events of these kinds (empty: all) after this number, oldest first."""
+        newer = [
+            each
+            for kind, kept in self._kept.items()
+            if not kinds or kind in kinds
+            for each in takewhile(lambda one: one.number > number, reversed(kept))
+        ]
+        return sorted(newer, key=lambda each: each.number)[:limit]
+
+    def has_dropped(self, number: int, kinds: Collection[str]) -> bool:
+        """Whether an event of these kinds after this number was dropped."""
+        return any(last > number for kind, last in self._last_dropped.items() if not kinds or kind in kinds)
 
 
 class EventStream:

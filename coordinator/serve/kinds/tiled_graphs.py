@@ -108,12 +108,10 @@ class TiledGraphs:
         return [(self.whole, whole), option] if self._goal.tiles == "auto" else [option]
 
     async def _cluster(self, graph: ServedGraph, devices: Sequence[Device]) -> GraphCluster:
-        if (measured := graph.measurements) is None:
-            return await graph_cluster(self._profiler, devices, graph.graph, graph.workload, taken=self._taken)
-        profiled = await graph_cluster(
-            self._profiler, devices, graph.graph, graph.workload, lambda device_id: 1.0, self._taken
-        )
-        return measured.calibrated(profiled)
+        measured = graph.measurements
+        slowdown = self._profiler.slowdown if measured is None else lambda device_id: 1.0
+        profiled = await graph_cluster(self._profiler, devices, graph.graph, graph.workload, slowdown, self._taken)
+        return profiled if measured is None else measured.calibrated(profiled)
 
     def _served(self, graph: GraphFile) -> ServedGraph:
         path = self._folder / f"{graph.fingerprint[:24]}.json"

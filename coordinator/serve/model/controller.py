@@ -101,11 +101,13 @@ class Controller:
         self._save(saved.plan or running, self.lifecycle.last_epoch, saved.unloaded)
         self._clock = clock
         self._replanner = Replanner(self.kind, services, self.requests.admission, clock)
-        self._calibrated_replanner = _calibrated_replanner(self.kind, services, self._replanner, clock)
+        self._calibrated_replanner = None
+        if isinstance(self.kind, GraphKind) and self.kind.measurements() is not None:
+            self._calibrated_replanner = CalibratedReplanner(self.kind, services, self._replanner, clock)
         self._late_links = LateLinks(services.fleet, services.profiler, self._report_loss)
         self._preparer = Preparer(self.kind, services, self.requests.admission)
         self._bring_up = BringUp(goal, self.kind, services, self._replanner, self._preparer, others)
-        self._keep_alive = KeepAlive(goal, self.requests.admission)
+        self.keep_alive = KeepAlive(goal, self.requests.admission)
         self._action_task: asyncio.Task[None] | None = None  # executes the actions of the current phase
         self._has_ended = False  # whether `run` ends: a request that fails meanwhile must not start another deployment
         self._finished: asyncio.Future[HearthError | None] = asyncio.get_running_loop().create_future()
@@ -177,10 +179,6 @@ class Controller:
     def stop(self) -> None:
         """Drain running requests, then end. A second call ends at once."""
         self.handle(cycle.StopRequested())
-
-    def keep_loaded(self, seconds: float) -> None:
-        """Unload the model once it has been idle for that long (below 0: never), until the next request."""
-        self._keep_alive.keep_loaded(seconds)
 
     def lose_deployment(self, error: HearthError) -> None:
         """Report the deployment as lost, if there is one."""
@@ -452,7 +450,7 @@ class Controller:
                 if self._calibrated_replanner is not None:
                     assert isinstance(deployment, GraphDeployment)
                     searches.append(self._calibrated_replanner.run(self.goal, deployment))
-            searches.append(self._keep_alive.wait_until_idle())
+            searches.append(self.keep_alive.wait_until_idle())
             better_plan = await first_result(searches)
         except Exception as error:
             failure = as_hearth_error(error)
@@ -496,11 +494,3 @@ def _kind_of(
         return GraphKind(goal, model, services, requests)
     assert isinstance(model, TransformerModel)
     return TransformerKind(goal, model, services, requests)
-
-
-def _calibrated_replanner(
-    kind: ModelKind[Any], services: SharedServices, replanner: Replanner, clock: Callable[[], float]
-) -> CalibratedReplanner | None:
-    if not isinstance(kind, GraphKind) or kind.measurements() is None:
-        return None
-    return CalibratedReplanner(kind, services, replanner, clock)

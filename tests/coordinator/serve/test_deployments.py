@@ -245,7 +245,7 @@ async def test_client_chooses_until_the_next_request_when_the_idle_model_is_unlo
             return controller.lifecycle.phase == "unloaded"
 
         await until("serving", lambda: serves(controller))
-        controller.keep_loaded(0.0)
+        controller.keep_alive.keep_loaded(0.0)
         await until("unloaded", is_unloaded)
         await ask(controller)
         await asyncio.sleep(0.3)  # the request has taken it back: the model stays loaded
@@ -253,7 +253,7 @@ async def test_client_chooses_until_the_next_request_when_the_idle_model_is_unlo
         fleet.released.clear()
         request = asyncio.create_task(ask(controller))
         await until("running", lambda: fleet.running["a"] > 0)
-        controller.keep_loaded(0.0)  # after the answer
+        controller.keep_alive.keep_loaded(0.0)  # after the answer
         await asyncio.sleep(0.3)
         assert serves(controller)
         fleet.released.set()
@@ -266,7 +266,7 @@ async def test_pinned_model_stays_loaded_and_a_client_may_keep_another(tmp_path:
     fleet = TransformerFleet("a")
     async with running_model(tmp_path, fleet, **of_goal) as (_, controller):
         await until("serving", lambda: serves(controller))
-        controller.keep_loaded(0.0 if of_goal.get("pinned") else -1.0)
+        controller.keep_alive.keep_loaded(0.0 if of_goal.get("pinned") else -1.0)
         await asyncio.sleep(0.4)
         assert serves(controller)
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from support.waiting import until
 
 from coordinator.serve.events.file import EventFile
-from coordinator.serve.events.ring import EventRing
-from coordinator.serve.events.stream import EventStream
+from coordinator.serve.events.stream import EventRing, EventStream
 from hearth.errors import BadRequest
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.wire import messages as wire
