@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
@@ -30,10 +30,9 @@ from hearth.errors import (
     PartLost,
     WorkerDied,
 )
-from hearth.plan.common import ValueFormatName
 from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
-from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.protocol import CONNECT_SECONDS, DEFAULT_DEPLOYMENT, LOAD_SECONDS
 from hearth.trace import clock_error_seconds, shift_to_common_clock
 from hearth.wire import messages as wire
@@ -252,24 +251,19 @@ class Deployment:
 
     async def run(
         self,
+        request: wire.Run,
         inputs: Sequence[Mapping[str, np.ndarray[Any, Any]]],
         join: Callable[[Sequence[dict[str, np.ndarray[Any, Any]]]], R],
-        peer_timeout_seconds: float,
         reply_timeout_seconds: float,
-        trace: bool = False,
-        output: Literal["hidden", "mean"] = "hidden",
-        values: ValueFormatName | None = None,
     ) -> RunResult[R]:
-        """Run one request on all ranks. `inputs` are by rank; `join` combines the ranks' outputs into the result.
+        """Run `request`, which gets its step number here, on all ranks. Waits at most `reply_timeout_seconds` for a rank.
 
-        A rank waits at most `peer_timeout_seconds` for a peer, the coordinator at most `reply_timeout_seconds` for a rank.
-        Raises the error that caused a failure rather than its consequences on other ranks.
+        `inputs` are by rank; `join` combines the ranks' outputs into the result. Raises the error that caused a failure
+        rather than its consequences on other ranks.
         """
         for attempt in range(_STEP_ATTEMPTS):
             try:
-                return await self._run_once(
-                    inputs, join, peer_timeout_seconds, reply_timeout_seconds, trace, output, values
-                )
+                return await self._run_once(request, inputs, join, reply_timeout_seconds)
             except ConnectionLost as error:
                 log.warning("%s Step %d runs again.", error.explanation(), self._step)
                 if attempt == _STEP_ATTEMPTS - 1:
@@ -278,13 +272,10 @@ class Deployment:
 
     async def _run_once(
         self,
+        request: wire.Run,
         inputs: Sequence[Mapping[str, np.ndarray[Any, Any]]],
         join: Callable[[Sequence[dict[str, np.ndarray[Any, Any]]]], R],
-        peer_timeout_seconds: float,
         reply_timeout_seconds: float,
-        trace: bool,
-        output: Literal["hidden", "mean"],
-        values: ValueFormatName | None,
     ) -> RunResult[R]:
         """As `run`. Raises ConnectionLost if only the connection to an agent broke."""
         self.check_may_run()
@@ -292,30 +283,21 @@ class Deployment:
         step = self._step
         # Pack an array that several ranks receive only once.
         frames = {id(array): pack_array(array) for arrays in inputs for array in arrays.values()}
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        began = loop_time()
         clocks: dict[int, tuple[float, float]] = {}
 
         async def run_rank(rank: int) -> tuple[wire.RunDone, dict[str, np.ndarray[Any, Any]]]:
-            request = wire.Run(
-                **self.command_fields,
-                step=step,
-                names=tuple(inputs[rank]),
-                timeout_seconds=peer_timeout_seconds,
-                trace=trace,
-                output=output,
-                values=values,
-            )
+            of_rank = request.model_copy(update={"step": step, "names": tuple(inputs[rank])})
             payload = [frame for array in inputs[rank].values() for frame in frames[id(array)]]
-            sent = loop.time()
+            sent = loop_time()
             device = self.plan.devices[rank].device_id
             try:
-                reply = await self._fleet.call(device, request, payload, timeout_seconds=reply_timeout_seconds)
+                reply = await self._fleet.call(device, of_rank, payload, timeout_seconds=reply_timeout_seconds)
             except DeviceLost:
                 if await self._fleet.answers_again(device):
                     raise ConnectionLost(endpoint=self.plan.devices[rank].name) from None
                 raise
-            clocks[rank] = (sent, loop.time())
+            clocks[rank] = (sent, loop_time())
             done = reply.message
             if not isinstance(done, wire.RunDone):
                 raise BadMessage(reason=f"a worker answered with {type(done).__name__}")
@@ -323,7 +305,7 @@ class Deployment:
 
         abort = wire.Abort(**self.command_fields, step=step, reason="")
         replies = await self.gather_or_abort(map(run_rank, range(self.plan.num_ranks)), abort)
-        latency = loop.time() - began
+        latency = loop_time() - began
         results = [done for done, _ in replies]
         self.wire = wire.WireStats.sum(done.wire for done in results)
         self.dropped_messages = sum(done.dropped_messages for done in results)
@@ -335,7 +317,7 @@ class Deployment:
             traces=tuple(
                 wire.DeviceTrace(device=device.name, rank=rank, events=shift_to_common_clock(done, *clocks[rank]))
                 for rank, (device, done) in enumerate(zip(self.plan.devices, results, strict=True))
-                if trace
+                if request.trace
             ),
             clock_errors=tuple(clock_error_seconds(done, *clocks[rank]) for rank, done in enumerate(results)),
         )

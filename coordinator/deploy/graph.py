@@ -27,7 +27,7 @@ from hearth.plan.plan import GraphPlan
 from hearth.platform.disk import FILE_SECONDS, on_disk, read_seconds
 from hearth.protocol import DEFAULT_DEPLOYMENT, GRAPH_REPLY_MARGIN_SECONDS
 from hearth.validation import first_error
-from hearth.wire.messages import ArrayChunks, SegmentFiles, SegmentParts
+from hearth.wire.messages import ArrayChunks, Run, SegmentFiles, SegmentParts
 
 Arrays: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 # Requests that a worker accepts above `max_in_flight`: a few failed requests may still run on other workers.
@@ -79,11 +79,10 @@ class GraphDeployment(Deployment):
                 raise BadMessage(reason=f"no worker returned the output {missing[0]}")
             return {name: outputs[name] for name in self.plan.model.outputs}
 
-        peer_timeout_seconds = self.plan.peer_timeout_seconds()
+        seconds = self.plan.peer_timeout_seconds()
         inputs_by_rank = [{name: inputs[name] for name in names} for names in self._input_names]
-        return await self.run(
-            inputs_by_rank, join, peer_timeout_seconds, peer_timeout_seconds + GRAPH_REPLY_MARGIN_SECONDS, trace
-        )
+        request = Run(**self.command_fields, step=0, timeout_seconds=seconds, trace=trace)
+        return await self.run(request, inputs_by_rank, join, seconds + GRAPH_REPLY_MARGIN_SECONDS)
 
 
 class SegmentChunks:

@@ -28,16 +28,8 @@ from hearth.plan.plan import DRAFT_RANK, TransformerPlan, draft_plan
 from hearth.plan.profile import Link
 from hearth.platform.disk import FILE_SECONDS, on_disk, read_seconds
 from hearth.protocol import DEFAULT_DEPLOYMENT, coordinator_run_seconds
+from hearth.wire import messages as wire
 from hearth.wire.framing import pack_array
-from hearth.wire.messages import (
-    Abort,
-    ChunkRef,
-    GenerateTokens,
-    GenerationEnded,
-    ShardParts,
-    TokensGenerated,
-    WorkerBound,
-)
 from hearth.wire.rpc import Reply
 
 log = logging.getLogger(__name__)
@@ -73,7 +65,7 @@ async def shard_weights(
                 for own, guessing, words in zip(shards, drafts, of_tokens, strict=True)
             ],
             [
-                ShardParts(
+                wire.ShardParts(
                     chunks=tuple(each.ref for each in own),
                     kernels=kernels.get(device.device_id, ()),
                     vocabulary=words[0].hash if words else None,
@@ -87,7 +79,7 @@ async def shard_weights(
 class _ShardChunk(NamedTuple):
     """A chunk of a rank's shard, and how it is read."""
 
-    ref: ChunkRef
+    ref: wire.ChunkRef
     chunk: Chunk
 
 
@@ -106,7 +98,7 @@ async def _chunks_by_rank(
     with checkpoint:
         manifest = await on_disk(model_dir, read_seconds(num_bytes), cached_manifest, checkpoint, plan.model, cache_dir)
 
-        def chunk(ref: ChunkRef) -> _ShardChunk:
+        def chunk(ref: wire.ChunkRef) -> _ShardChunk:
             read = partial(chunk_bytes, checkpoint, plan.model, ref.kind, ref.layer, ref.grain)
             if is_copy:
                 read = partial(_refuse_to_read, model_dir, ref)
@@ -119,7 +111,7 @@ def _vocabulary_chunk(tokens: bytes, model_dir: Path) -> Chunk:
     return Chunk(hashlib.sha256(tokens).hexdigest(), len(tokens), lambda: tokens, str(model_dir))
 
 
-def _refuse_to_read(model_dir: Path, ref: ChunkRef) -> bytes:
+def _refuse_to_read(model_dir: Path, ref: wire.ChunkRef) -> bytes:
     where = f"layer {ref.layer}" if ref.kind in LAYER_CHUNK_KINDS else ref.kind
     reason = f"it is a standby's copy without weights, and no device holds the chunk {ref.hash[:12]} of {where}"
     raise BadCheckpoint(path=str(model_dir), reason=reason)
@@ -139,7 +131,7 @@ class TransformerDeployment(Deployment):
         """Decoders: the agent ends the streams, rank 0 their sequences. An abort would end the plan."""
         return self.plan.body.generation is not None
 
-    def _kept_caches(self, workers: Sequence[WorkerBound], links: Mapping[tuple[str, str], Link]) -> Kept:
+    def _kept_caches(self, workers: Sequence[wire.WorkerBound], links: Mapping[tuple[str, str], Link]) -> Kept:
         """The KV caches that the workers have kept of the plan before, and that are whole."""
         ids = [device.device_id for device in self.plan.devices]
 
@@ -174,18 +166,24 @@ class TransformerDeployment(Deployment):
             return rows
 
         inputs = [{"token_ids": token_ids, "cumulative_lengths": cumulative_lengths}] * self.plan.num_ranks
-        peer_timeout_seconds = self.plan.peer_timeout_seconds(len(token_ids))
-        reply_timeout_seconds = coordinator_run_seconds(peer_timeout_seconds)
-        formats = values or self.values
-        return await self.run(inputs, join, peer_timeout_seconds, reply_timeout_seconds, trace, output, formats)
+        seconds = self.plan.peer_timeout_seconds(len(token_ids))
+        request = wire.Run(
+            **self.command_fields,
+            step=0,
+            timeout_seconds=seconds,
+            trace=trace,
+            output=output,
+            values=values or self.values,
+        )
+        return await self.run(request, inputs, join, coordinator_run_seconds(seconds))
 
     async def generate(
         self,
         token_ids: np.ndarray[Any, Any],
-        request: GenerateTokens,
+        request: wire.GenerateTokens,
         timeout_seconds: float,
         may_return: Callable[[], bool] = lambda: False,
-    ) -> AsyncGenerator[TokensGenerated | GenerationEnded, None]:
+    ) -> AsyncGenerator[wire.TokensGenerated | wire.GenerationEnded, None]:
         """Stream rank 0's continuation of a prompt [T] int32: tokens, then the end. Closing early drops the sequence.
 
         If the stream `may_return` then, here or on the next deployment, rank 0 keeps its KV cache for a while.
@@ -197,14 +195,16 @@ class TransformerDeployment(Deployment):
         self.check_may_run()
         request = request.model_copy(update={"values": request.values or self.values})
         first = self.plan.devices[0].device_id
-        stream = self._fleet.stream(first, request, pack_array(token_ids), GenerationEnded, timeout_seconds, may_return)
+        stream = self._fleet.stream(
+            first, request, pack_array(token_ids), wire.GenerationEnded, timeout_seconds, may_return
+        )
         async with aclosing(stream) as replies:
             while True:
                 message = (await self._next_reply(replies)).message
-                if not isinstance(message, TokensGenerated | GenerationEnded):
+                if not isinstance(message, wire.TokensGenerated | wire.GenerationEnded):
                     raise BadMessage(reason=f"a worker answered with {type(message).__name__}")
                 yield message
-                if isinstance(message, GenerationEnded):
+                if isinstance(message, wire.GenerationEnded):
                     return
 
     async def _next_reply(self, replies: AsyncGenerator[Reply, None]) -> Reply:
@@ -221,7 +221,7 @@ class TransformerDeployment(Deployment):
                     raise
                 return error  # concerns this sequence alone: do not abort the others
 
-        (reply,) = await self.gather_or_abort([read_reply()], Abort(**self.command_fields, reason=""))
+        (reply,) = await self.gather_or_abort([read_reply()], wire.Abort(**self.command_fields, reason=""))
         if isinstance(reply, HearthError):
             raise reply
         return reply
