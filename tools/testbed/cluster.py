@@ -111,15 +111,13 @@ class Testbed:
 
     def _start_relay(self, medium: Medium) -> None:
         """Start the relay of a shared medium, outside all devices' limits, and wait until it carries frames."""
-        settings, statistics = self.folder / f"medium-{medium.name}.json", self._relay_file(medium.name)
-        settings.write_text(medium.model_dump_json())
-        statistics.unlink(missing_ok=True)
+        started = self.folder / f"relay-{medium.name}.started"
         stations = self.scenario.stations(medium.name)
         ends = [f"{station}={','.join(self.network.relayed_ends(station))}" for station in stations]
         with (self.folder / f"relay-{medium.name}.log").open("ab") as log:
             relay = subprocess.Popen(
                 ["ip", "netns", "exec", self.network.namespace(SWITCH), sys.executable, "-m", "tools.testbed.relay",
-                 str(settings), str(statistics), *ends],
+                 medium.model_dump_json(), str(started), *ends],
                 cwd=_REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=not self._owned,
             )  # fmt: skip
@@ -129,17 +127,9 @@ class Testbed:
             if relay.poll() is not None:
                 said = self.log(f"relay-{medium.name}.log").strip()[-500:]
                 raise InternalError(where=f"the relay of the medium {medium.name}", reason=said or "it ended at once")
-            return statistics.exists()
+            return started.exists()
 
         wait_until(f"the start of the relay of {medium.name}", carries, _RELAY_SECONDS)
-
-    def relay_statistics(self, medium: str) -> dict[str, float]:
-        """What a medium's relay has carried so far, at most a second ago: see `tools.testbed.relay`."""
-        found: dict[str, float] = json.loads(self._relay_file(medium).read_text())
-        return found
-
-    def _relay_file(self, medium: str) -> Path:
-        return self.folder / f"relay-{medium}.json"
 
     def calibrate(self) -> None:
         """If the scenario scales its links: measure the devices' speed and set the rates. About 10 s. Raises BadSetting."""
@@ -172,7 +162,7 @@ class Testbed:
         if self._slot is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self.stop(self._all_pids, number, _STOP_SECONDS)
+            self._stop(number)
         for process in self._processes:  # one that is ending has left its namespace already
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_SECONDS)
@@ -190,24 +180,18 @@ class Testbed:
         """Processes of all devices, and the relays in the switch's namespace."""
         return {*self.network.pids(SWITCH), *(pid for name in self._names for pid in self.pids(name))}
 
-    def stop(self, find: Callable[[], set[int]], number: int, seconds: float) -> bool:
-        """Signal all processes that `find` returns, also later ones; returns whether none is left within `seconds`.
-
-        Signal 0 only waits for their end.
-        """
-        deadline = time.monotonic() + seconds
+    def _stop(self, number: int) -> None:
+        """Signal all processes, also those that start meanwhile, until none is left or some seconds have passed."""
+        deadline = time.monotonic() + _STOP_SECONDS
         signalled: set[int] = set()
-        while True:
-            for process in self._processes:
-                process.poll()  # reaps it
-            pids = find()
-            if not pids or time.monotonic() > deadline:
-                return not pids
+        while (pids := self._all_pids()) and time.monotonic() < deadline:
             for pid in pids - signalled:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
             signalled |= pids
             time.sleep(0.02)
+            for process in self._processes:
+                process.poll()  # reaps it
 
     # ---- devices --------------------------------------------------------------------------------------------------
 
@@ -299,13 +283,13 @@ class Testbed:
             return False
         return {device["name"] for device in json.loads(answer)["devices"]} >= set(self._names)
 
-    def start_agent(self, name: str, *options: str, environment: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
+    def start_agent(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         folder = self.folder / name
         return self._logged(
             name, f"{name}.log", True, *self.program("hearth-agent"), "--name", name, "--key-path", str(self.key),
             "--state-dir", str(folder / "state"), "--store-dir", str(folder / "store"), "--bind-host",
             self.address(name), "--interface", self.address(name),
-            "--threads", str(self.device(name).num_threads), *options, environment=environment,
+            "--threads", str(self.device(name).num_threads), *options,
         )  # fmt: skip
 
     def start_coordinator(self, *options: str, device: str | None = None) -> subprocess.Popen[bytes]:
@@ -341,13 +325,11 @@ class Testbed:
     def log(self, name: str) -> str:
         return (self.folder / name).read_text(errors="replace")
 
-    def _logged(
-        self, device: str, log: str, limited: bool, *arguments: str, environment: Mapping[str, str] = {}
-    ) -> subprocess.Popen[bytes]:
+    def _logged(self, device: str, log: str, limited: bool, *arguments: str) -> subprocess.Popen[bytes]:
         with (self.folder / log).open("ab") as output:
             return self.popen(
-                device, *arguments, limited=limited, environment=environment,
-                stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=not self._owned,
+                device, *arguments, limited=limited, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
+                start_new_session=not self._owned,
             )  # fmt: skip
 
 

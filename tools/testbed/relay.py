@@ -1,27 +1,24 @@
 """The relay of a shared medium: passes the frames of its stations on, each when the medium has carried it.
 
-`python -m tools.testbed.relay MEDIUM.json STATISTICS.json STATION=OUTER,INNER...`, in the switch's namespace. Each station has
-two interfaces there: the outer end of its own link, and the inner end of a link to the bridge. Frames are read from one and
-written to the other by packet sockets, with the kernel's own offload header, so that large segments stay whole.
-
-It runs outside all devices' CPU quotas. Once a second it writes what it has carried, and the processor time that it took.
+`python -m tools.testbed.relay MEDIUM STARTED STATION=OUTER,INNER...`, in the switch's namespace, with the medium as JSON; makes
+the file STARTED as soon as it passes frames on. Each station has two interfaces there: the outer end of its own link, and the
+inner end of a link to the bridge. Frames are read from one and written to the other by packet sockets, with the kernel's own
+offload header, so that large segments stay whole. It runs outside all devices' CPU quotas, until it is killed.
 """
 
 from __future__ import annotations
 
 import heapq
-import json
 import select
-import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-from hearth.files import write_atomically
 from tools.testbed.medium import Air, Medium, Queues
 
 _EVERY_PROTOCOL = 3  # ETH_P_ALL of linux/if_ether.h
@@ -31,7 +28,6 @@ _PACKET_IGNORE_OUTGOING = 23  # do not receive what this relay sends
 _VNET_HEADER_BYTES = 10
 _MOST_BYTES = (64 << 10) + 256  # the largest frame that the kernel hands over
 _BUFFER_BYTES = 4 << 20
-_STATISTICS_SECONDS = 1.0
 _BATCH = 64  # frames read from one socket before others have their turn
 
 
@@ -55,23 +51,19 @@ class Relay:
             self._ways[ends[1]] = _Way(station, False), ends[0]
         self._on_the_way: list[tuple[float, int, _Way, socket.socket, bytes]] = []
         self._numbers = count()  # frames that arrive at the same time keep their order
-        self.carried_frames = self.carried_bytes = self.dropped_frames = self.lost_frames = 0
-        self.latest_seconds = 0.0  # the most by which a frame left later than it should have
 
-    def run_once(self, longest_seconds: float) -> None:
-        """Wait for frames or for the next arrival, at most so long, and handle what is due."""
-        wait = longest_seconds
-        if self._on_the_way:
-            wait = min(max(self._on_the_way[0][0] - time.monotonic(), 0.0), wait)
+    def run_once(self) -> None:
+        """Wait for frames or for the next arrival, and handle what is due."""
+        wait = max(self._on_the_way[0][0] - time.monotonic(), 0.0) if self._on_the_way else None
         readable, _, _ = select.select(list(self._ways), [], [], wait)
         for source in readable:
             self._take(source)
         now = time.monotonic()
         while self._on_the_way and self._on_the_way[0][0] <= now:
-            due, _, way, target, frame = heapq.heappop(self._on_the_way)
+            _, _, way, target, frame = heapq.heappop(self._on_the_way)
             self._queues.leave(way, len(frame))
-            self.latest_seconds = max(self.latest_seconds, now - due)
-            self._hand_over(target, frame)
+            with suppress(OSError):  # no buffer, or the link is cut: lost, as on a real link
+                target.send(frame)
 
     def _take(self, source: socket.socket) -> None:
         way, target = self._ways[source]
@@ -81,29 +73,12 @@ class Relay:
             except OSError:  # no more frames, or the interface is down, while a device's link is cut
                 return
             if not self._queues.enter(way, len(frame)):
-                self.dropped_frames += 1
                 continue
             due = self._air.arrival(way, len(frame) - _VNET_HEADER_BYTES, time.monotonic())
             if due is None:
                 self._queues.leave(way, len(frame))
-                self.lost_frames += 1
             else:
                 heapq.heappush(self._on_the_way, (due, next(self._numbers), way, target, frame))
-
-    def _hand_over(self, target: socket.socket, frame: bytes) -> None:
-        try:
-            target.send(frame)
-        except OSError:  # no buffer, or the link is cut: lost, as on a real link
-            self.dropped_frames += 1
-            return
-        self.carried_frames += 1
-        self.carried_bytes += len(frame) - _VNET_HEADER_BYTES
-
-    def statistics(self) -> dict[str, float]:
-        return {
-            "frames": self.carried_frames, "bytes": self.carried_bytes, "dropped": self.dropped_frames,
-            "lost": self.lost_frames, "latest_seconds": self.latest_seconds, "processor_seconds": time.process_time(),
-        }  # fmt: skip
 
 
 def _packet_socket(interface: str) -> socket.socket:
@@ -119,25 +94,17 @@ def _packet_socket(interface: str) -> socket.socket:
 
 
 def main() -> None:
-    """Carry frames until SIGTERM."""
-    medium = Medium.model_validate_json(Path(sys.argv[1]).read_text())
-    statistics = Path(sys.argv[2])
+    """Carry frames until the process is killed."""
+    medium, started, *arguments = sys.argv[1:]
     stations = {}
-    for argument in sys.argv[3:]:
+    for argument in arguments:
         name, _, interfaces = argument.partition("=")
         outer, _, inner = interfaces.partition(",")
         stations[name] = outer, inner
-    relay = Relay(medium, stations)
-    ended: list[int] = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _frame: ended.append(number))
-    written = -1.0
-    while not ended:
-        relay.run_once(_STATISTICS_SECONDS)
-        if time.monotonic() - written >= _STATISTICS_SECONDS:
-            written = time.monotonic()
-            write_atomically(statistics, json.dumps(relay.statistics()))
-    write_atomically(statistics, json.dumps(relay.statistics()))
+    relay = Relay(Medium.model_validate_json(medium), stations)
+    Path(started).touch()
+    while True:
+        relay.run_once()
 
 
 if __name__ == "__main__":
