@@ -8,21 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.models import save_random_model, small_bert, small_decoder
+from support.models import save_random_model, small_bert
 from support.plans import make_plan
 
 from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.phases import Phase, TaskKind, Work
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import LayerMode
-from hearth.wire.messages import NewSequence, Run, Sampling, SequenceRows, StepOrder, TraceEvent
+from hearth.wire.messages import Run, TraceEvent
 from tools.bench.bound import bound_seconds
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from support.engines import TOKEN, EngineCluster
 
-from tools.bench.isolated import isolated_engine, isolated_executor
+from tools.bench.isolated import isolated_engine
 
 Traces = list[tuple[TraceEvent, ...]]
 Kinds = frozenset[TaskKind]
@@ -161,22 +161,6 @@ def test_isolated_step_computes_what_the_rank_computes_in_a_whole_step(
             assert {event.lane for event in done.trace} == {"compute"}
             assert computations(done.trace) == computations(whole)
             assert np.isfinite(output).all()
-
-
-@pytest.mark.parametrize("leader_share", [0, 1])
-def test_isolated_step_of_generation_needs_no_candidates_of_other_ranks(leader_share: int, tmp_path: Path) -> None:
-    model_dir = save_random_model(tmp_path / "decoder", small_decoder("llama"), generates=True)
-    plan = make_plan(read_spec(model_dir), "hmp", (1, 1))
-    size = plan.model.vocab_size
-    vocabulary = (leader_share * size, (1 - leader_share) * size)
-    plan = plan.model_copy(update={"body": plan.body.model_copy(update={"vocabulary": vocabulary})})
-    with EngineCluster(model_dir, plan) as cluster:
-        executor = isolated_executor(plan, 0, cluster.shards[0], cluster.hub.transport(0), plan.epoch, TOKEN)
-        new = NewSequence(blocks=(0,), num_prompt_tokens=2, sampling=Sampling())
-        executor.begin(
-            StepOrder(kind="prefill", rows=(SequenceRows(sequence=0, token_ids=(1, 1), sample=True, new=new),))
-        )
-        assert len(executor.finish()[0].token_ids) == 1
 
 
 def computations(events: Sequence[TraceEvent]) -> Counter[tuple[object, ...]]:

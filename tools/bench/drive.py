@@ -137,14 +137,6 @@ class EngineRunners(ProcessGroup):
         )  # fmt: skip
         return answers[names[0]]
 
-    def compute_tokens(self, plan_id: str, num_prompt_tokens: int, num_tokens: int) -> float:
-        """Seconds of the computations of decoding on the slowest device, all devices at once without communication."""
-        names = self._names(plan_id)
-        answers = self.call_all(
-            names, "compute_tokens", plan_id=plan_id, num_prompt_tokens=num_prompt_tokens, num_tokens=num_tokens
-        )
-        return max(float(answer["seconds"]) for answer in answers.values())
-
     def unload(self, plan_id: str) -> None:
         self.call_all(self._names(plan_id), "unload", plan_id=plan_id)
         del self._plans[plan_id]

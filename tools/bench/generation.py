@@ -161,8 +161,6 @@ class GenerationRow(Record):
     alone_kernel_seconds: float | None = None
     kernel_seconds: float | None = None
     num_exchanges: int = 0
-    # Seconds by round: the computations of decoding alone, on all devices at once, right after `decode`.
-    computing: tuple[float, ...] = ()
 
     @property
     def token_seconds(self) -> float:
@@ -235,10 +233,7 @@ class Generation(Decoding):
     def _generate(self, home: Decoder, reference: DeviceProcess, name: str) -> dict[str, Any]:
         if name == REFERENCE:
             return reference.call("generate", prompt=home.prompt, num_tokens=self.new_tokens, dtype=self.reference)
-        answer = home.engine.generate(name, home.prompt, self.new_tokens)
-        if name == "hmp":
-            answer["computing"] = home.engine.compute_tokens(name, self.prompt_tokens, self.new_tokens)
-        return answer
+        return home.engine.generate(name, home.prompt, self.new_tokens)
 
     def _kernels(self, plan: TransformerPlan, cluster: ClusterProfile) -> dict[str, float]:
         """The matrix products of a token by the profile, and the number of exchanges that it waits for."""
@@ -264,8 +259,7 @@ class Generation(Decoding):
         return GenerationRow(
             strategy=name, prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens,
             prefill=seconds("prefill"), prefill_ratio=paired_ratio(seconds("prefill", REFERENCE), seconds("prefill")),
-            decode=seconds("decode"), decode_ratio=paired_ratio(seconds("decode", REFERENCE), seconds("decode")),
-            computing=tuple(answer["computing"] for answer in found[name] if "computing" in answer), **more,
+            decode=seconds("decode"), decode_ratio=paired_ratio(seconds("decode", REFERENCE), seconds("decode")), **more,
         )  # fmt: skip
 
     def summary(self, rows: Sequence[GenerationRow]) -> Summary:
@@ -287,8 +281,6 @@ def _conclusions(group: Sequence[GenerationRow]) -> Iterator[str]:
             )
         if alone is not None and row.kernel_seconds and row.ping_seconds:
             yield _bound(alone, row)
-        if alone is not None and row.computing and row.ping_seconds:
-            yield _bound_by_rounds(alone, row)
 
 
 def _bound(alone: GenerationRow, row: GenerationRow) -> str:
@@ -305,20 +297,6 @@ def _bound(alone: GenerationRow, row: GenerationRow) -> str:
         f"{1e3 * row.alone_kernel_seconds:.2f} ms on one device and {1e3 * row.kernel_seconds:.2f} ms, "
         f"{1e3 * fixed:.2f} ms for the rest of a token, {row.num_exchanges} raw one-way messages of "
         f"{1e3 * row.ping_seconds:.3f} ms"
-    )
-
-
-def _bound_by_rounds(alone: GenerationRow, row: GenerationRow) -> str:
-    """The same as `_bound`, with the computations as timed in each round instead of kernels and fixed time by the profile."""
-    assert row.ping_seconds
-    messages = (row.new_tokens - 1) * row.num_exchanges * row.ping_seconds
-    allowed = [computing + messages for computing in row.computing]
-    bound, reached = paired_ratio(alone.decode, allowed), paired_ratio(allowed, row.decode)
-    seconds = statistics.median(row.computing) / (row.new_tokens - 1)
-    return (
-        f"{row.setting}: the computations of {row.strategy} alone, on all devices at once, take {1e3 * seconds:.2f} ms a "
-        f"token; with {row.num_exchanges} raw one-way messages they allow {bound} times one "
-        f"device's speed, of which {reached.median:.0%} [{reached.low:.0%}, {reached.high:.0%}] are reached"
     )
 
 

@@ -25,7 +25,6 @@ import torch
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
 from agent.worker.transformer.comm.staging import CpuStaging
 from agent.worker.transformer.engine import EncoderEngine
-from agent.worker.transformer.generation.block_pool import num_blocks_for
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.local_draft import LocalDraft
 from agent.worker.transformer.generation.sequence import SequenceState
@@ -50,17 +49,13 @@ from hearth.wire.messages import (
     Failed,
     GenerateTokens,
     GenerationEnded,
-    NewSequence,
     Peer,
     Run,
     RunDone,
-    Sampling,
-    SequenceRows,
-    StepOrder,
     TokensGenerated,
 )
 from tools.bench.child import serve
-from tools.bench.isolated import isolated_engine, isolated_executor
+from tools.bench.isolated import isolated_engine
 from tools.testbed.calibrate import Layers
 
 _TOKEN = bytes(16)
@@ -310,26 +305,6 @@ class Runner:
             found["step_seconds"] = [seconds for seconds in measured if math.isfinite(seconds)]  # of 1, 2, ... rows
             found["draft_seconds"] = loaded.draft.seconds(1) if loaded.draft is not None else 0.0
         return found
-
-    def compute_tokens(self, plan_id: str, num_prompt_tokens: int, num_tokens: int) -> dict[str, Any]:
-        """Seconds that this rank's computations take to decode `num_tokens` after a prompt, without the first token.
-
-        Nothing is exchanged with other ranks, so the tokens are meaningless.
-        """
-        loaded = self._loaded[plan_id]
-        parts = (loaded.plan, loaded.rank, loaded.shard, loaded.transport, loaded.plan.epoch, _TOKEN)
-        executor = isolated_executor(*parts)
-        blocks = tuple(range(num_blocks_for(num_prompt_tokens + num_tokens)))
-        new = NewSequence(blocks=blocks, num_prompt_tokens=num_prompt_tokens, sampling=Sampling())
-        prompt = SequenceRows(sequence=0, token_ids=(1,) * num_prompt_tokens, sample=True, new=new)
-        executor.begin(StepOrder(kind="prefill", rows=(prompt,)))
-        executor.finish()
-        began = time.monotonic()
-        token = SequenceRows(sequence=0, token_ids=(1,), sample=True)
-        for _ in range(num_tokens - 1):
-            executor.begin(StepOrder(kind="decode", rows=(token,)))
-            executor.finish()
-        return {"seconds": time.monotonic() - began}
 
     def unload(self, plan_id: str) -> None:
         loaded = self._loaded.pop(plan_id)

@@ -98,19 +98,14 @@ class StepExecutor:
         staging: Staging,
         kept: KeptCaches | None = None,
         grammars: Grammars | None = None,
-        collectives: type[Collectives] = Collectives,
     ) -> None:
-        """`kept` are KV caches of earlier plans, with which sequences may begin. `grammars`: of the model's tokens.
-
-        `collectives`: the class that exchanges rows; benchmarks replace it.
-        """
+        """`kept` are KV caches of earlier plans, with which sequences may begin. `grammars`: of the model's tokens."""
         self._plan = plan
         self._rank = rank
         self._shard = shard
         self._layers = decoding.decode_layers(plan, rank, shard)
         self._communicator = communicator
         self._staging = staging
-        self._collectives_class = collectives
         assert plan.body.generation is not None
         part = cached_block(plan.model, plan.body, rank)
         self._memory = PagedRows(plan.model, part, plan.body.generation.num_kv_blocks, staging.device)
@@ -354,7 +349,7 @@ class StepExecutor:
 
     def _in_flight_step(self, order: StepOrder) -> _InFlightStep:
         sampled = self._sampled(order)
-        collectives = self._collectives_class(self._communicator, self._staging, (), False, self._step)
+        collectives = Collectives(self._communicator, self._staging, (), False, self._step)
         if not sampled:
             return _InFlightStep(collectives, Phase.STEP_DONE, self._done_marker(), sampled)
         into_NH = torch.empty(len(sampled), self._plan.model.hidden_size, device=self._staging.device)
@@ -372,7 +367,7 @@ class StepExecutor:
 
     def _collectives(self, num_rows: int, step: int | None = None) -> Collectives:
         tiles = spans(rows_per_rank(self._plan.body.row_weights, num_rows))
-        return self._collectives_class(self._communicator, self._staging, tiles, self._plan.body.overlap, step)
+        return Collectives(self._communicator, self._staging, tiles, self._plan.body.overlap, step)
 
     def _last_rows(self, collectives: Collectives, hidden_sH: Tensor, sampled_rows: Sequence[int]) -> Tensor:
         """The rows to sample from [N,H], on every rank; their owners send them to all."""
