@@ -36,8 +36,6 @@ class Sample:
     seconds: float
     sums: list[float]
     sent_bytes: int = 0  # by all devices, forwarded tiles included
-    raw_bytes: int = 0  # the same values as float32
-    lz4_saved_bytes: int = 0
     traces: Traces = ()
 
 
@@ -113,12 +111,8 @@ class EngineRunners(ProcessGroup):
         names = self._names(plan_id)
         with self._others_busy(names):
             parts = list(self.call_all(names, "run", plan_id=plan_id, num_rows=num_rows, trace=trace).values())
-        return replace(
-            _sample(parts, [sum(values) for values in zip(*(part["sums"] for part in parts), strict=True)]),
-            raw_bytes=sum(part["raw_bytes"] for part in parts),
-            lz4_saved_bytes=sum(part["lz4_saved_bytes"] for part in parts),
-            traces=_traces(parts),
-        )
+        sums = [sum(values) for values in zip(*(part["sums"] for part in parts), strict=True)]
+        return replace(_sample(parts, sums), traces=_traces(parts))
 
     def compute(self, plan_id: str, num_rows: int) -> Traces:
         """Run the computations of one step on all its devices at once, without any communication. Returns their traces."""

@@ -28,7 +28,7 @@ from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.homes import Model, decoder_directory
 from tools.bench.load import interleaved
 from tools.bench.measure import MIN_ROUNDS, emulated
-from tools.bench.plans import describe, with_body
+from tools.bench.plans import describe
 from tools.bench.processes import DeviceProcess
 from tools.bench.profiles import Profiles
 from tools.bench.results import Record, Summary, Table
@@ -36,8 +36,7 @@ from tools.bench.stats import Ratio, paired_ratio
 from tools.testbed import Scenario, Testbed, load_scenario
 from tools.testbed.cluster import check_possible
 
-Variant = Literal["local", "hmp", "hmp, 2 micro-batches", "auto"]
-VARIANTS: tuple[Variant, ...] = ("local", "hmp", "hmp, 2 micro-batches", "auto")
+STRATEGIES = ("local", "hmp", "auto")
 REFERENCE = "transformers"
 _PINGS = 200  # of which the median counts
 # A Llama of 330 million weights.
@@ -88,15 +87,12 @@ class Decoding(Experiment):
         """The coordinator's plan; of `local`, on the first device. `draft`: the draft model."""
         if strategy == "local":
             cluster = cluster.subset((cluster.devices[0].device_id,))
-        micro_batches = 2 if strategy == "hmp, 2 micro-batches" else 1
         expected = GenerationRequest(
             self.prompt_tokens + self.new_tokens, self.SEQUENCES, self.prompt_tokens, self.new_tokens,
             draft=draft.spec if draft is not None else None,
         )  # fmt: skip
-        wire, strategy = WireFormat(values=self.wire), strategy.partition(",")[0]
-        request = PlanRequest(model.spec, cluster, self.rows, wire, strategy, generation=expected)
-        plan = plan_transformer(request).plan
-        return plan if micro_batches == 1 else with_body(request, plan, micro_batches=micro_batches)
+        wire = WireFormat(values=self.wire)
+        return plan_transformer(PlanRequest(model.spec, cluster, self.rows, wire, strategy, generation=expected)).plan
 
     @property
     def rows(self) -> int:
@@ -213,19 +209,19 @@ class Generation(Decoding):
             reference.call("load", model_dir=str(home.model.directory), dtype=self.reference)
             for mbit in self.mbit:
                 cluster = home.profile(mbit)
-                plans = {variant: home.load(variant, cluster, mbit) for variant in VARIANTS}
-                runs = {name: partial(self._generate, home, reference, name) for name in (REFERENCE, *VARIANTS)}
+                plans = {strategy: home.load(strategy, cluster, mbit) for strategy in STRATEGIES}
+                runs = {name: partial(self._generate, home, reference, name) for name in (REFERENCE, *STRATEGIES)}
                 found, _ = interleaved(runs, self.rounds, context.report)
                 num_bytes = VALUE_FORMATS[self.wire].num_bytes(home.model.spec.hidden_size, 1)
                 ping_seconds = home.engine.ping_seconds(home.names[0], home.names[1], num_bytes, _PINGS)
-                for variant in VARIANTS:
-                    home.engine.unload(variant)
+                for strategy in STRATEGIES:
+                    home.engine.unload(strategy)
                 setting = {"scenario": home.scenario.name, "mbit": mbit, "wire": self.wire}
                 yield self._row(REFERENCE, found, **setting, weights=self.reference, devices=home.names[0])
-                for variant, plan in plans.items():
-                    shared = {"ping_seconds": ping_seconds, **self._kernels(plan, cluster)} if variant == "hmp" else {}
+                for strategy, plan in plans.items():
+                    shared = {"ping_seconds": ping_seconds, **self._kernels(plan, cluster)} if strategy == "hmp" else {}
                     yield self._row(
-                        variant, found, **setting, **shared, weights=self.weights, devices=describe(plan),
+                        strategy, found, **setting, **shared, weights=self.weights, devices=describe(plan),
                         predicted_token_seconds=plan.predicted.decode_seconds or None,
                         predicted_prompt_seconds=plan.predicted.prompt_seconds,
                     )  # fmt: skip

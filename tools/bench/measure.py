@@ -361,9 +361,7 @@ class Bench:
         values: dict[str, object] = {"seconds": seconds, "sent_bytes": traced.sent_bytes}
         notes = list(prepared.notes[entry])
         if plan is not None:
-            values |= {
-                "plan": describe(plan), "raw_bytes": traced.raw_bytes, "lz4_saved_bytes": traced.lz4_saved_bytes,
-            }  # fmt: skip
+            values["plan"] = describe(plan)
             if run.computed:
                 rates = [self._rate(device.name, prepared.setting.mbit) for device in plan.devices]
                 bounds = [bound_seconds(computed, traced.traces, rates) for computed in run.computed]

@@ -162,8 +162,6 @@ class Row(Record):
     baseline: str | None = None
     speedup: Ratio | None = None  # over the baseline, in the same rounds
     sent_bytes: int = 0  # by all devices in one step, every hop
-    raw_bytes: int = 0  # the same values as float32
-    lz4_saved_bytes: int = 0
     plan: str | None = None  # strategy and devices, as planned
     trusted: bool = True
     wrong: bool = False
@@ -242,7 +240,6 @@ _COLUMNS: Mapping[str, Callable[[Row], object]] = {
     "rescaled": _if_run(lambda row: _prediction(row.rescaled_seconds, row.rescaled_error)),
     "speed-up": _if_run(lambda row: row.speedup),
     "sent": _if_run(lambda row: row.sent_bytes and format_bytes(row.sent_bytes)),
-    "lz4 saved": _if_run(lambda row: row.lz4_saved_bytes and format_bytes(row.lz4_saved_bytes)),
 }
 
 

@@ -42,8 +42,7 @@ from hearth.platform.curve import new_keypair
 from hearth.platform.machine import keep_freed_buffers
 from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
-from hearth.wire.codec import wire_layout
-from hearth.wire.framing import pack_array, read_header, split_frames
+from hearth.wire.framing import pack_array, split_frames
 from hearth.wire.messages import (
     ChunkRef,
     Failed,
@@ -72,20 +71,15 @@ class _CountingTransport(SocketTransport):
     """Counts the bytes that it sends while `counting`, including forwarded tiles, which codecs do not see."""
 
     counting = False
-    sent_bytes = raw_bytes = unpacked_bytes = 0
+    sent_bytes = 0
 
     def begin_step(self, counting: bool) -> None:
-        self.sent_bytes = self.raw_bytes = self.unpacked_bytes = 0
+        self.sent_bytes = 0
         self.counting = counting
 
     def send(self, target: int, frames: Sequence[Buffer], background: bool = False) -> None:
         if self.counting:
-            tile = read_header(_TOKEN, frames)
             self.sent_bytes += sum(len(frame) for frame in split_frames(frames)[1:])
-            self.raw_bytes += math.prod(tile.shape) * tile.dtype.itemsize
-            self.unpacked_bytes += sum(
-                math.prod(shape) * dtype.itemsize for dtype, shape in wire_layout(tile.values, tile.dtype, tile.shape)
-            )
         super().send(target, frames, background)
 
 
@@ -220,8 +214,6 @@ class Runner:
             "began": done.began_seconds,
             "ended": done.ended_seconds,
             "sent_bytes": transport.sent_bytes,
-            "raw_bytes": transport.raw_bytes,
-            "lz4_saved_bytes": transport.unpacked_bytes - transport.sent_bytes,
             "sums": output[0].astype(float).tolist(),
             "trace": [event.model_dump(mode="json") for event in done.trace],
         }
