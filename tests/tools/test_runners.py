@@ -47,7 +47,7 @@ class _RecordedRunners(EngineRunners):
 
     def call_each(self, requests: Mapping[str, Mapping[str, Any]], seconds: float = 0.0) -> dict[str, dict[str, Any]]:
         self.called += [(str(request["do"]), tuple(requests)) for request in list(requests.values())[:1]]
-        answer = {"began": 1.0, "ended": 3.0, "sums": [1.0], "sent_bytes": 0, "trace": []}
+        answer = {"began": 1.0, "ended": 3.0, "sums": [1.0], "trace": []}
         return dict.fromkeys(requests, answer)
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from pydantic import ValidationError
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.status import Status
 
 from coordinator.cli.output import err, handles_errors, out
@@ -143,7 +144,7 @@ def _summarise(result: Result) -> str:
 
 def _print(summary: Summary) -> None:
     for table in summary.tables:
-        screen.print(table.rich(), "")
+        screen.print(Markdown(table.markdown()), "")
     for line in summary.conclusions:
         out.print(line, soft_wrap=True, markup=False)
 

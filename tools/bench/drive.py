@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -112,7 +112,9 @@ class EngineRunners(ProcessGroup):
         with self._others_busy(names):
             parts = list(self.call_all(names, "run", plan_id=plan_id, num_rows=num_rows, trace=trace).values())
         sums = [sum(values) for values in zip(*(part["sums"] for part in parts), strict=True)]
-        return replace(_sample(parts, sums), traces=_traces(parts))
+        traces = _traces(parts)
+        sent_bytes = sum(event.num_bytes for events in traces for event in events if event.lane == "send")
+        return Sample(_seconds(parts), sums, sent_bytes, traces)
 
     def compute(self, plan_id: str, num_rows: int) -> Traces:
         """Run the computations of one step on all its devices at once, without any communication. Returns their traces."""
@@ -215,14 +217,13 @@ class GlooRunners(ProcessGroup):
     def run(self, num_rows: int, wire: str, packed: bool) -> Sample:
         """Run one step with one of both kinds of matrices. `sent_bytes` are counted by the network interfaces, with headers."""
         parts = list(self.call_all(self._members, "run", num_rows=num_rows, wire=wire, packed=packed).values())
-        return _sample(parts, parts[0]["sums"])
+        return Sample(_seconds(parts), parts[0]["sums"], sum(part["sent_bytes"] for part in parts))
 
 
 def _traces(parts: Iterable[Mapping[str, Any]]) -> Traces:
     return tuple(tuple(map(TraceEvent.model_validate, part["trace"])) for part in parts)
 
 
-def _sample(parts: Sequence[Mapping[str, Any]], sums: list[float]) -> Sample:
-    """The sample of one step from the answers of its devices."""
-    seconds = max(part["ended"] for part in parts) - min(part["began"] for part in parts)
-    return Sample(seconds, sums, sum(part["sent_bytes"] for part in parts))
+def _seconds(parts: Sequence[Mapping[str, Any]]) -> float:
+    """Seconds from the first device's start to the last one's end."""
+    return float(max(part["ended"] for part in parts) - min(part["began"] for part in parts))

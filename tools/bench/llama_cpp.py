@@ -105,16 +105,13 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         method = request.pop("do")
-        try:
-            if method == "make":
-                answer = make(**request)
-            elif method == "load":
-                model = _Model(**request)
-                answer = model.describe()
-            else:
-                answer = model.generate(**request)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
+        if method == "make":
+            answer = make(**request)
+        elif method == "load":
+            model = _Model(**request)
+            answer = model.describe()
+        else:
+            answer = model.generate(**request)
         print(json.dumps(answer), file=answers)
 
 

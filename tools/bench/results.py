@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
-from rich.markup import escape
-from rich.table import Table as RichTable
 
 from hearth.errors import BadSetting
 from hearth.files import write_atomically
@@ -58,18 +56,6 @@ class Table(Record):
         table = ["| " + " | ".join(cell.replace("|", "/") for cell in line) + " |" for line in lines]
         notes = ["", *(f"{number}. {note}" for number, note in enumerate(self.notes, 1))] if self.notes else []
         return "\n".join([f"**{self.title}**", "", *table, *notes])
-
-    def rich(self) -> RichTable:
-        notes = "\n".join(f"{number}: {note}" for number, note in enumerate(self.notes, 1))
-        table = RichTable(
-            title=escape(self.title), caption=escape(notes) or None, title_justify="left", caption_justify="left",
-            show_edge=False,
-        )  # fmt: skip
-        for index, column in enumerate(self.columns):
-            table.add_column(escape(column), justify="right" if index else "left")
-        for row in self.rows:
-            table.add_row(*map(escape, row))
-        return table
 
 
 class Summary(Record):

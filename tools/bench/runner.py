@@ -40,9 +40,8 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan, draft_plan, plan_from_json
 from hearth.platform.curve import new_keypair
 from hearth.platform.machine import keep_freed_buffers
-from hearth.transport.base import Buffer
 from hearth.transport.sockets import SocketTransport
-from hearth.wire.framing import pack_array, split_frames
+from hearth.wire.framing import pack_array
 from hearth.wire.messages import (
     ChunkRef,
     Failed,
@@ -65,22 +64,6 @@ _WINDOW = 12  # messages in flight
 _PINGS = 15  # round trips measured
 _END = b"end"  # last message of a link measurement
 _LINK_TIMEOUT_SECONDS = 30.0  # for a message of a link measurement
-
-
-class _CountingTransport(SocketTransport):
-    """Counts the bytes that it sends while `counting`, including forwarded tiles, which codecs do not see."""
-
-    counting = False
-    sent_bytes = 0
-
-    def begin_step(self, counting: bool) -> None:
-        self.sent_bytes = 0
-        self.counting = counting
-
-    def send(self, target: int, frames: Sequence[Buffer], background: bool = False) -> None:
-        if self.counting:
-            self.sent_bytes += sum(len(frame) for frame in split_frames(frames)[1:])
-        super().send(target, frames, background)
 
 
 class Oracle:
@@ -111,7 +94,7 @@ class _Loaded:
     plan: TransformerPlan
     rank: int
     shard: Shard
-    transport: _CountingTransport
+    transport: SocketTransport
     communicator: Communicator = field(init=False)  # set by `connect`, as the next ones
     engine: EncoderEngine = field(init=False)
     isolated: EncoderEngine = field(init=False)  # computes the same steps without the other ranks
@@ -159,7 +142,7 @@ class Runner:
         choices = tuple(KernelChoice.model_validate(choice) for choice in kernels)
         shard = self._shard(parsed, rank, refs, Path(store), choices)
         keypair = new_keypair() if encrypt else None
-        transport = _CountingTransport(rank, parsed.num_ranks, self._host, (0, 0), keypair)
+        transport = SocketTransport(rank, parsed.num_ranks, self._host, (0, 0), keypair)
         self._loaded[plan_id] = loaded = _Loaded(parsed, rank, shard, transport)
         if draft is not None and (alone := draft_plan(parsed)) is not None:
             refs = tuple(ChunkRef.model_validate(chunk) for chunk in draft[0])
@@ -202,18 +185,12 @@ class Runner:
                 loaded.leader = Leader(loaded.plan, loaded.generation, speculation=loaded.speculation)
 
     def run(self, plan_id: str, num_rows: int, trace: bool = False) -> dict[str, Any]:
-        """Run one step. `trace`: also count the bytes sent; such a step must not be timed."""
+        """Run one step. A step with a trace must not be timed."""
         loaded = self._loaded[plan_id]
-        transport = loaded.transport
-        transport.begin_step(counting=trace)
-        try:
-            done, output = self._step(loaded, loaded.engine, num_rows, trace)
-        finally:
-            transport.counting = False
+        done, output = self._step(loaded, loaded.engine, num_rows, trace)
         return {
             "began": done.began_seconds,
             "ended": done.ended_seconds,
-            "sent_bytes": transport.sent_bytes,
             "sums": output[0].astype(float).tolist(),
             "trace": [event.model_dump(mode="json") for event in done.trace],
         }
