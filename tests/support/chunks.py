@@ -1,4 +1,4 @@
-"""Chunks for the shard store, and the names of a model's."""
+"""Chunks for the shard store, and references to all chunks of a model."""
 
 from __future__ import annotations
 

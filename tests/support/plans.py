@@ -71,6 +71,15 @@ def make_plan(
     )  # fmt: skip
 
 
+def on_devices(plan: TransformerPlan, names: Sequence[str]) -> TransformerPlan:
+    """The plan with these names and ids of its devices."""
+    devices = (
+        each.model_copy(update={"device_id": name, "name": name})
+        for each, name in zip(plan.devices, names, strict=True)
+    )
+    return plan.model_copy(update={"devices": tuple(devices)})
+
+
 def with_generation(plan: TransformerPlan, limits: GenerationLimits | None) -> TransformerPlan:
     """The plan with these limits for generation."""
     return plan.model_copy(update={"body": plan.body.model_copy(update={"generation": limits})})

@@ -17,20 +17,7 @@ from zeroconf import DNSIncoming
 import hearth
 from coordinator.cli import doctor_checks as doctor
 from coordinator.cli.app import app
-from coordinator.cli.doctor_checks import (
-    ProgramOutput,
-    check_agents,
-    check_clocks,
-    check_coordinators,
-    check_disk,
-    check_firewall,
-    check_gpus,
-    check_interface,
-    check_key,
-    check_multicast,
-    check_ports,
-    check_versions,
-)
+from coordinator.cli.doctor_checks import ProgramOutput
 from coordinator.devices.registry import Device
 from hearth.errors import ProtocolMismatch
 from hearth.platform.curve import fingerprint, new_keypair
@@ -57,7 +44,7 @@ def programs(**outputs: ProgramOutput) -> Callable[[list[str]], ProgramOutput | 
 
 
 def test_versions_check_passes_in_a_working_installation() -> None:
-    finding = check_versions()
+    finding = doctor.check_versions()
     assert finding.status == "ok"
     assert hearth.__version__ in finding.what
 
@@ -78,18 +65,18 @@ def test_versions_check_passes_in_a_working_installation() -> None:
 def test_interface_check_explains_its_choice(
     known: list[Interface], chosen: str | None, status: str, says: list[str], advice: str
 ) -> None:
-    finding = check_interface(known, chosen)
+    finding = doctor.check_interface(known, chosen)
     assert finding.status == status
     assert all(text in finding.what for text in says)
     assert advice in finding.do
 
 
 def test_multicast_on_loopback_is_received() -> None:
-    assert check_multicast(["127.0.0.1"], doctor.multicast_works).status == "ok"
+    assert doctor.check_multicast(["127.0.0.1"], doctor.multicast_works).status == "ok"
 
 
 def test_multicast_from_a_foreign_address_is_a_problem() -> None:
-    finding = check_multicast(["127.0.0.1", "203.0.113.77"], doctor.multicast_works)
+    finding = doctor.check_multicast(["127.0.0.1", "203.0.113.77"], doctor.multicast_works)
     assert finding.status == "problem"
     assert "203.0.113.77" in finding.what
     assert "127.0.0.1" not in finding.what
@@ -120,7 +107,7 @@ def test_multicast_probe_is_a_valid_mdns_query() -> None:
     ],
 )
 def test_firewall_check_table(installed: dict[str, ProgramOutput], status: str, says: str) -> None:
-    finding = check_firewall(programs(**installed))
+    finding = doctor.check_firewall(programs(**installed))
     assert (finding.status, says in finding.what) == (status, True)
     if status == "warning":
         for port in ("47800", "47801", "47810-47829", "47830", "5353"):
@@ -138,7 +125,7 @@ def test_firewall_check_table(installed: dict[str, ProgramOutput], status: str, 
     ],
 )
 def test_port_check_detects_an_agent_with_one_open_port(open_ports: set[int], status: str, says: str) -> None:
-    finding = check_ports(lambda port: port in open_ports)
+    finding = doctor.check_ports(lambda port: port in open_ports)
     assert (finding.status, says in finding.what) == (status, True)
 
 
@@ -155,7 +142,7 @@ def test_port_is_open_during_listen_only() -> None:
 def test_valid_key_is_described_without_its_secret(tmp_path: Path) -> None:
     home = new_home_key()
     save_credential(tmp_path / "key", home)
-    finding, credential = check_key(tmp_path / "key")
+    finding, credential = doctor.check_key(tmp_path / "key")
     assert (finding.status, credential) == ("ok", home)
     assert "home key" in finding.what
     assert home.key not in finding.what
@@ -164,7 +151,7 @@ def test_valid_key_is_described_without_its_secret(tmp_path: Path) -> None:
 def test_key_readable_by_others_is_a_warning(tmp_path: Path) -> None:
     save_credential(tmp_path / "key", new_home_key())
     (tmp_path / "key").chmod(0o644)
-    finding, credential = check_key(tmp_path / "key")
+    finding, credential = doctor.check_key(tmp_path / "key")
     assert finding.status == "warning"
     assert finding.do == f"chmod 600 {tmp_path / 'key'}"
     assert credential is not None
@@ -174,29 +161,29 @@ def test_key_readable_by_others_is_a_warning(tmp_path: Path) -> None:
 def test_missing_or_damaged_key_is_a_problem_with_a_remedy(tmp_path: Path, content: str | None) -> None:
     if content is not None:
         (tmp_path / "key").write_text(content)
-    finding, credential = check_key(tmp_path / "key")
+    finding, credential = doctor.check_key(tmp_path / "key")
     assert (finding.status, credential) == ("problem", None)
     assert "hearth key" in finding.do
 
 
 def test_disk_check_works_before_the_state_directory_exists(tmp_path: Path) -> None:
-    assert str(tmp_path) in check_disk(tmp_path / "not" / "yet").what
+    assert str(tmp_path) in doctor.check_disk(tmp_path / "not" / "yet").what
 
 
 # ---- other devices -------------------------------------------------------------------------------
 
 
 def test_wrong_clocks_are_named() -> None:
-    finding = check_clocks({"pi": 1000.0, "jetson": 1004.0, "nas": 700.0}, now=1001.0)
+    finding = doctor.check_clocks({"pi": 1000.0, "jetson": 1004.0, "nas": 700.0}, now=1001.0)
     assert finding.status == "warning"
     assert "nas by -301 s" in finding.what
     assert "pi" not in finding.what
-    assert check_clocks({"pi": 1000.0}, now=1001.0).status == "ok"
+    assert doctor.check_clocks({"pi": 1000.0}, now=1001.0).status == "ok"
 
 
 def test_refused_and_outdated_agents_are_findings() -> None:
     refusal = ProtocolMismatch(peer="tcp://10.0.0.7:47800", ours=1, theirs=2)
-    findings = check_agents([device("pi"), device("jetson", version="0.0.1")], [refusal], now=0.0)
+    findings = doctor.check_agents([device("pi"), device("jetson", version="0.0.1")], [refusal], now=0.0)
     by_status = {status: [f.what for f in findings if f.status == status] for status in ("problem", "warning")}
     assert by_status["problem"] == [refusal.explanation()]
     assert len(by_status["warning"]) == 1
@@ -213,17 +200,17 @@ def test_agent_that_cannot_use_its_gpu_is_a_warning_with_the_reason() -> None:
         "jetson": ready.model_copy(update={"compute_device": "cuda", "gpu": gpu}),
         "pc": ready.model_copy(update={"gpu_problem": "torch 2.13.0+cpu is a build for the CPU only"}),
     }
-    warning, used = check_gpus(devices)
+    warning, used = doctor.check_gpus(devices)
     assert (warning.status, used.status) == ("warning", "ok")
     assert "pc computes on the CPU" in warning.what
     assert "torch 2.13.0+cpu is a build for the CPU only" in warning.what
     assert "--compute-device cpu" in warning.do
     assert used.what == "used by jetson (Orin)"
-    assert check_gpus({"plain": ready}) == []
+    assert doctor.check_gpus({"plain": ready}) == []
 
 
 def test_no_agent_is_a_warning_with_a_remedy() -> None:
-    (finding,) = check_agents([], [], now=0.0)
+    (finding,) = doctor.check_agents([], [], now=0.0)
     assert finding.status == "warning"
     assert "hearth-agent" in finding.do
 
@@ -231,7 +218,7 @@ def test_no_agent_is_a_warning_with_a_remedy() -> None:
 @pytest.mark.parametrize(("count", "status"), [(0, "ok"), (1, "ok"), (2, "problem")])
 def test_second_coordinator_is_a_problem(count: int, status: str) -> None:
     found = [DiscoveredService(str(i), (f"10.0.0.{i}",), 47830, 1, "same home") for i in range(count)]
-    finding = check_coordinators(found)
+    finding = doctor.check_coordinators(found)
     assert finding.status == status
     assert all(f"10.0.0.{i}:47830" in finding.what for i in range(count))
 

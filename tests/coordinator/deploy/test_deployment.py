@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.fleets import TransformerFleet
-from support.plans import BERT_LARGE, make_plan
+from support.plans import BERT_LARGE, make_plan, on_devices
 
 from coordinator.deploy.deployment import Deployment
 from coordinator.deploy.transformer import TransformerDeployment
@@ -117,6 +117,4 @@ async def test_step_runs_again_if_only_the_connection_to_a_device_broke(num_rese
 
 
 def plan_for(names: str) -> TransformerPlan:
-    plan = make_plan(BERT_LARGE, "hmp", [1.0] * len(names))
-    devices = (each.model_copy(update={"device_id": n, "name": n}) for n, each in zip(names, plan.devices, strict=True))
-    return plan.model_copy(update={"devices": tuple(devices)})
+    return on_devices(make_plan(BERT_LARGE, "hmp", [1.0] * len(names)), names)

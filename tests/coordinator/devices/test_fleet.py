@@ -109,9 +109,19 @@ def agent() -> FakeAgent:
     return FakeAgent()
 
 
-def fleet_of(port: int) -> Fleet:
-    access = Access(COORDINATOR, AGENT.public)
-    return Fleet(access, "test", static_devices=f"127.0.0.1:{port}", browse=False)
+def fleet_of(port: int, lease_name: str | None = "test", server_key: str = AGENT.public, **options: Any) -> Fleet:
+    """A fleet with a device at a static address."""
+    access = Access(COORDINATOR, server_key)
+    return Fleet(access, lease_name, static_devices=f"127.0.0.1:{port}", browse=False, **options)
+
+
+@pytest.fixture
+@asynccontextmanager
+async def fleet(agent: FakeAgent) -> AsyncIterator[Fleet]:
+    """A fleet whose device, the agent, is there."""
+    async with agent.listening() as port, fleet_of(port) as fleet:
+        await until("the device is there", fleet.usable)
+        yield fleet
 
 
 FIND = wire.FindMissing(holder="test", hashes=())
@@ -186,25 +196,19 @@ async def test_device_that_is_reached_over_a_new_connection_answers_again(agent:
         await fleet.__aexit__()
 
 
-async def test_calls_to_a_silent_device_end_once_it_is_dead(agent: FakeAgent) -> None:
-    async with agent.listening() as port, fleet_of(port) as fleet:
-        await until("the device is there", fleet.usable)
-        async with fleet.bulk_connection("a") as bulk:
-            agent.silent = True
-            with pytest.raises(DeviceLost):
-                await asyncio.gather(fleet.call("a", FIND, timeout_seconds=20), bulk.call(FIND, timeout_seconds=20))
-        assert fleet.devices["a"].health == "dead"
-        agent.silent = False
-        await until("the device is back", fleet.usable)
+async def test_calls_to_a_silent_device_end_once_it_is_dead(agent: FakeAgent, fleet: Fleet) -> None:
+    async with fleet.bulk_connection("a") as bulk:
+        agent.silent = True
+        with pytest.raises(DeviceLost):
+            await asyncio.gather(fleet.call("a", FIND, timeout_seconds=20), bulk.call(FIND, timeout_seconds=20))
+    assert fleet.devices["a"].health == "dead"
+    agent.silent = False
+    await until("the device is back", fleet.usable)
 
 
 async def test_device_on_a_radio_link_is_known_without_its_lease_too(agent: FakeAgent) -> None:
     agent.late_seconds = 0.005
-    access = Access(COORDINATOR, AGENT.public)
-    async with (
-        agent.listening() as port,
-        Fleet(access, None, static_devices=f"127.0.0.1:{port}", browse=False) as fleet,
-    ):
+    async with agent.listening() as port, fleet_of(port, lease_name=None) as fleet:
         await until(
             "its round trips are known", lambda: "a" in fleet.devices and fleet.devices["a"].is_on_radio, seconds=10
         )
@@ -221,18 +225,15 @@ async def test_device_that_falls_silent_before_it_grants_its_lease_is_in_no_plan
 
 
 async def test_device_that_is_silent_when_its_agent_starts_again_is_lost(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+    agent: FakeAgent, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its last heartbeat shows another boot, and the hello that follows has no answer."""
     monkeypatch.setattr(fleet_module, "_HELLO_SECONDS", 0.5)
-
-    async with agent.listening() as port, fleet_of(port) as fleet:
-        await until("the device is there", fleet.usable)
-        asked = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
-        agent.boot_id = "another"
-        with pytest.raises(DeviceLost):
-            await asked
-        assert fleet.devices["a"].health == "dead"
+    asked = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
+    agent.boot_id = "another"
+    with pytest.raises(DeviceLost):
+        await asked
+    assert fleet.devices["a"].health == "dead"
 
 
 async def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,9 +302,7 @@ async def test_key_that_was_revoked_before_its_agent_answered_is_not_tried_again
     monkeypatch.setattr(fleet_module, "_RETRY_SECONDS", 0.01)
     home, admitted = new_keypair(), [AGENT.public]
 
-    access = Access(COORDINATOR, home.public)
-    fleet = Fleet(access, "test", static_devices="127.0.0.1:1", browse=False, device_keys=lambda: admitted)
-    async with fleet:
+    async with fleet_of(1, server_key=home.public, device_keys=lambda: admitted) as fleet:
         (connection,) = fleet._connections.by_address.values()
         await until("the device's key to be tried", lambda: connection.client.server_key == AGENT.public)
         admitted.clear()
@@ -314,10 +313,7 @@ async def test_key_that_was_revoked_before_its_agent_answered_is_not_tried_again
 
 async def fleet_that_admits(admitted: list[str], port: int) -> Fleet:
     """A fleet with a device at a static address, which is there, that admits these device keys. The caller ends it."""
-    fleet = Fleet(
-        Access(COORDINATOR, new_keypair().public), "test", static_devices=f"127.0.0.1:{port}", browse=False,
-        device_keys=lambda: admitted,
-    )  # fmt: skip
+    fleet = fleet_of(port, server_key=new_keypair().public, device_keys=lambda: admitted)
     await fleet.__aenter__()
     await until("the device is there", fleet.usable)
     return fleet
@@ -380,9 +376,7 @@ async def test_worker_that_dies_is_known_before_the_next_heartbeat(
 
     async with agent.listening() as port:
         monkeypatch.setattr("coordinator.devices.registry.HEARTBEAT_SECONDS", 20.0)
-        access = Access(COORDINATOR, AGENT.public)
-        fleet = Fleet(access, "test", static_devices=f"127.0.0.1:{port}", browse=False, on_change=note)
-        async with fleet:
+        async with fleet_of(port, on_change=note) as fleet:
             await until("the device is there", fleet.usable)
             agent.worker_failed.set()
             await until("the report", lambda: heard == ["failed"], seconds=15)
@@ -390,49 +384,41 @@ async def test_worker_that_dies_is_known_before_the_next_heartbeat(
 
 @pytest.mark.parametrize("num_witnesses", [1, 2])
 async def test_device_that_others_wait_for_and_that_does_not_answer_is_dead_at_once(
-    agent: FakeAgent, num_witnesses: int, monkeypatch: pytest.MonkeyPatch
+    agent: FakeAgent, fleet: Fleet, num_witnesses: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_module, "LATE_SECONDS", 1.0)  # the tests' processes may be busy
-
-    async with agent.listening() as port, fleet_of(port) as fleet:
-        await until("the device is there", fleet.usable)
-        assert not await fleet.is_lost("a", lambda: num_witnesses)
-        calling = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
-        agent.silent = True
-        began = loop_time()
-        assert await fleet.is_lost("a", lambda: num_witnesses)
-        assert loop_time() - began < (0.9 if num_witnesses == 1 else 0.6) * DEAD_SECONDS
-        assert fleet.devices["a"].health == "dead"
-        with pytest.raises(DeviceLost):
-            await calling
-        await asyncio.sleep(0.2)
-        assert fleet.devices["a"].health == "dead"  # a heartbeat that was on its way changes nothing
-        agent.silent = False
-        await until("the device is back", fleet.usable)
+    assert not await fleet.is_lost("a", lambda: num_witnesses)
+    calling = asyncio.create_task(fleet.call("a", FIND, timeout_seconds=20))
+    agent.silent = True
+    began = loop_time()
+    assert await fleet.is_lost("a", lambda: num_witnesses)
+    assert loop_time() - began < (0.9 if num_witnesses == 1 else 0.6) * DEAD_SECONDS
+    assert fleet.devices["a"].health == "dead"
+    with pytest.raises(DeviceLost):
+        await calling
+    await asyncio.sleep(0.2)
+    assert fleet.devices["a"].health == "dead"  # a heartbeat that was on its way changes nothing
+    agent.silent = False
+    await until("the device is back", fleet.usable)
 
 
 async def test_second_witness_that_reports_while_the_device_is_asked_shortens_the_wait_for_its_answer(
-    agent: FakeAgent, monkeypatch: pytest.MonkeyPatch
+    agent: FakeAgent, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fleet_module, "LATE_SECONDS", 1.0)
-
-    async with agent.listening() as port, fleet_of(port) as fleet:
-        await until("the device is there", fleet.usable)
-        agent.silent = True
-        began = loop_time()
-        assert await fleet.is_lost("a", lambda: 1 if loop_time() - began < 0.1 else 2)
-        assert loop_time() - began < 0.6 * DEAD_SECONDS
+    agent.silent = True
+    began = loop_time()
+    assert await fleet.is_lost("a", lambda: 1 if loop_time() - began < 0.1 else 2)
+    assert loop_time() - began < 0.6 * DEAD_SECONDS
 
 
 async def test_lease_lasts_longer_on_a_device_that_is_often_silent_if_a_standby_waits_for_its_end(
-    agent: FakeAgent,
+    agent: FakeAgent, fleet: Fleet
 ) -> None:
-    async with agent.listening() as port, fleet_of(port) as fleet:
-        await until("the device is there", fleet.usable)
-        fleet.devices["a"] = replace(fleet.devices["a"], watched_since=loop_time() - 60, silences=((loop_time(), 1.5),))
-        await asyncio.sleep(2 * HEARTBEAT_SECONDS)
-        fleet.lease_seconds = STANDBY_LEASE_SECONDS
-        await until("a lease for a silent device", lambda: agent.leases == [LEASE_SECONDS, 4.5], seconds=5)
-        fleet.devices["a"] = replace(fleet.devices["a"], silences=((loop_time(), 0.6),))
-        await until("a shorter lease", lambda: agent.leases[2:] == [STANDBY_LEASE_SECONDS], seconds=5)
-        assert fleet.leased() == {"a"}
+    fleet.devices["a"] = replace(fleet.devices["a"], watched_since=loop_time() - 60, silences=((loop_time(), 1.5),))
+    await asyncio.sleep(2 * HEARTBEAT_SECONDS)
+    fleet.lease_seconds = STANDBY_LEASE_SECONDS
+    await until("a lease for a silent device", lambda: agent.leases == [LEASE_SECONDS, 4.5], seconds=5)
+    fleet.devices["a"] = replace(fleet.devices["a"], silences=((loop_time(), 0.6),))
+    await until("a shorter lease", lambda: agent.leases[2:] == [STANDBY_LEASE_SECONDS], seconds=5)
+    assert fleet.leased() == {"a"}

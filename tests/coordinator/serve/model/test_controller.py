@@ -25,8 +25,9 @@ from coordinator.models.graph_file import GraphFile, read_graph_file
 from coordinator.serve.model import lifecycle
 from coordinator.serve.recovery import preparer
 from coordinator.serve.replan.drift import MIN_PRESENCE_SECONDS, REPLAN_SECONDS
-from coordinator.serve.state import Goal, GraphGoal, TransformerGoal
+from coordinator.serve.state import Goal, GraphGoal, StateFile, TransformerGoal
 from hearth import errors
+from hearth.plan.graph import GraphSegments
 from hearth.plan.plan import plan_hash
 from hearth.platform.asyncio_tools import loop_time
 from hearth.protocol import DEFAULT_DEPLOYMENT
@@ -356,38 +357,47 @@ async def test_model_that_does_not_fit_without_a_quarantined_device_uses_it(
         assert home.names() == "ab"
 
 
-# ---- drift and re-planning of graphs ----------------------------------------------------------------------------------
+# ---- drift and re-planning ----------------------------------------------------------------------------------
 
 
-def operators_of(home: ServedController) -> dict[str, int]:
+def work_of(home: ServedController) -> dict[str, int]:
+    """The number of heads or operators of each device."""
     body, devices = home.plan.body, home.plan.devices
-    return {
-        device.name: sum(len(segment.operators) for segment in body.segments_of(rank))
-        for rank, device in enumerate(devices)
-    }
+    if isinstance(body, GraphSegments):
+        shares = [sum(len(segment.operators) for segment in body.segments_of(rank)) for rank in range(len(devices))]
+    else:
+        shares = body.heads
+    return {device.name: share for device, share in zip(devices, shares, strict=True)}
 
 
-async def test_slower_device_gets_fewer_operators(new_case: NewCase) -> None:
-    case = new_case("graph")
-    case.goal = case.goal.model_copy(update={"learn": False})  # learning may find the same plan before
+@pytest.mark.parametrize(("kind", "slowdown"), [("transformer", 8.0), ("graph", 3.0)])
+async def test_slower_device_gets_less_work(kind: str, slowdown: float, new_case: NewCase) -> None:
+    case = new_case(kind)
+    if kind == "graph":
+        case.goal = case.goal.model_copy(update={"learn": False})  # learning may find the same plan before
     async with case.serving() as home:
         for _ in range(10):
             await case.ask(home)
-        share = operators_of(home)
-        case.fleet.slow["a"] = 3.0
+        share = work_of(home)
+        case.fleet.slow["a"] = slowdown
         await home.until_replanned(lambda: case.ask(home))
-        assert home.count_lines("a takes 3.00x its time: changing the plan") == 1
-        assert operators_of(home)["a"] < share["a"]
-        case.fleet.slow["a"] = 1.0  # relative to the plan, which now includes the slowdown
+        assert home.count_lines(f"a takes {slowdown:.2f}x its time: changing the plan") == 1
+        assert home.tools.profiler.slowdown("a") == pytest.approx(slowdown)
+        assert work_of(home)["a"] < share["a"]
+        assert kind == "graph" or work_of(home) == {"a": 0, "b": 3}
+        # The new plan's prediction holds, so nothing more is done.
+        case.fleet.slow["a"] = 1.0  # the fake's factor is relative to the plan, which now includes the slowdown
         home.now += 2 * REPLAN_SECONDS
-        for _ in range(20):
+        for _ in range(30):
             await case.ask(home)
         await home.wait_for_replanner()
         assert home.count_lines("changing the plan") == 1
+        assert home.controller.requests.num_failed == 0
 
 
-async def test_new_device_joins_a_graph_without_failing_requests(new_case: NewCase) -> None:
-    case = new_case("graph")
+@pytest.mark.parametrize("kind", KINDS)
+async def test_returning_device_joins_without_failing_requests(kind: str, new_case: NewCase) -> None:
+    case = new_case(kind)
     async with case.serving() as home:
         there = case.fleet.devices["b"]
         home.kill("b")
@@ -395,18 +405,23 @@ async def test_new_device_joins_a_graph_without_failing_requests(new_case: NewCa
         home.now = 100.0
         case.fleet.devices["b"] = there
         await home.wait_for_replanner()
+        home.now += MIN_PRESENCE_SECONDS - 1
+        await home.wait_for_replanner()
         assert home.names() == "a"
-        home.now += MIN_PRESENCE_SECONDS
+        home.now += 1
 
         async def ask() -> None:
-            for _ in range(30):
+            for _ in range(60):
                 await case.ask(home)
 
         asking = asyncio.gather(*(ask() for _ in range(3)))  # none of them fails
         await home.until(lambda: home.ready and home.names() == "ab")
         await asking
         assert home.controller.requests.num_failed == 0
+        assert home.count_lines("b can join: changing the plan") == 1
+        assert not home.count_lines("trying again")
         assert home.phases()[-6:] == ["serving", "draining", "pushing", "loading", "warming", "serving"]
+        assert StateFile(case.folder / "state").load().deployments["default"].plan == home.plan
         kinds = [type(message) for _, message in case.fleet.asked]
         assert kinds.index(wire.Unload) < len(kinds) - 1 - kinds[::-1].index(wire.Run)
 

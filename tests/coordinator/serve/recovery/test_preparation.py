@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.plans import BERT_LARGE, make_plan
+from support.plans import BERT_LARGE, make_plan, on_devices
 
 from coordinator.devices.registry import RECONNECT_SECONDS
 from coordinator.plan.redundancy import pause_seconds
@@ -28,12 +28,7 @@ ALL = frozenset({"id0", "id1", "id2"})
 
 
 def plan_on(*device_ids: str) -> Plan:
-    plan = make_plan(BERT_LARGE, "hmp", (1,) * len(device_ids))
-    devices = tuple(
-        each.model_copy(update={"device_id": device_id})
-        for each, device_id in zip(plan.devices, device_ids, strict=True)
-    )
-    return plan.model_copy(update={"devices": devices})
+    return on_devices(make_plan(BERT_LARGE, "hmp", (1,) * len(device_ids)), device_ids)
 
 
 def prepared_without(device: str, made_for: frozenset[str] = ALL) -> PreparedPlan:

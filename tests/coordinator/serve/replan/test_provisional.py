@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from support.devices import with_telemetry
 from support.fleets import TransformerFleet
-from support.plans import BERT_LARGE, make_plan
+from support.plans import BERT_LARGE, make_plan, on_devices
 
 from coordinator.devices.block_profiling import block_workload
 from coordinator.devices.other_models import NOTHING_TAKEN
@@ -44,9 +44,7 @@ class Home:
         )
         kind: Any = SimpleNamespace(workload=WORKLOAD)
         self.measurer = ProvisionalMeasurer(kind, services, self.admission, lambda: self.now)
-        plan = make_plan(BERT_LARGE, "local", [1.0])
-        deployed = plan.devices[0].model_copy(update={"device_id": "a", "name": "a"})
-        self.plan = plan.model_copy(update={"devices": (deployed,)})
+        self.plan = on_devices(make_plan(BERT_LARGE, "local", [1.0]), "a")
 
     async def settle(self) -> None:
         await self.exact_profiler.measure(self.devices[:1], WORKLOAD)  # the others are its equals
