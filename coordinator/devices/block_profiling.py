@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from coordinator.devices.other_models import NOTHING_TAKEN, TakenByOthers, left_bytes
+from coordinator.devices.other_models import NOTHING_TAKEN, TakenByOthers, left_bytes, links_left
 from coordinator.devices.profile_cache import MeasuredOn
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
@@ -104,7 +104,7 @@ async def block_cluster(
             )
             for device in measured.devices
         ),
-        links=tuple(taken.links_left(measured.links, measured.media).values()),
+        links=tuple(links_left(taken.traffic(), measured.links, measured.media).values()),
         media=measured.media,
     )
 

@@ -279,14 +279,12 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 log.warning("%s is %s", after.name, after.quarantine.describe(now))
         return named
 
-    def pardon(self) -> bool:
-        """End the quarantines of the lowest degree, because the model does not fit without them. False if there are none."""
+    def pardon(self) -> None:
+        """End the quarantines of the lowest degree, if there are any, because the model does not fit without them."""
         now = loop_time()
-        needed = registry.needed_despite_quarantine(list(self.devices.values()), now)
-        for device in needed:
+        for device in registry.needed_despite_quarantine(list(self.devices.values()), now):
             log.warning("%s is needed: its quarantine ends", device.name)
             self.devices[device.device_id] = registry.after_pardon(device, now)
-        return bool(needed)
 
     # ---- keys of devices --------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from coordinator.devices.other_models import NOTHING_TAKEN, TakenByOthers, left_bytes
+from coordinator.devices.other_models import NOTHING_TAKEN, TakenByOthers, left_bytes, links_left
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.devices.workload import Workload
@@ -62,7 +62,7 @@ async def graph_cluster(
     return cluster_from_links(
         [_device(device, profile, left_bytes(device, taken), device.host in here) for device, profile in profiles],
         seconds,
-        taken.links_left(measured.links, measured.media),
+        links_left(taken.traffic(), measured.links, measured.media),
         measured=True,
         media=measured.media,
     )

@@ -47,10 +47,6 @@ class TakenByOthers:
         """What they take of a device."""
         return self.of_device(device)
 
-    def links_left(self, links: Mapping[Pair, Link], media: Sequence[SharedMedium]) -> dict[Pair, Link]:
-        """The links with the rates that a plan may count on."""
-        return links_left(self.traffic(), links, media)
-
 
 NOTHING_TAKEN = TakenByOthers()
 

@@ -285,11 +285,12 @@ class Profiler:
         """Measure links; those that share no machine concurrently."""
         by_id = {device.device_id: device for device in devices}
 
-        async def measure(pair: tuple[str, str]) -> None:
-            if pair[::-1] not in self.failed_links:  # both directions are needed
-                await self._measure_link(by_id[pair[0]], by_id[pair[1]], traffic)
+        async def measure(source: Device, target: Device) -> None:
+            if (target.device_id, source.device_id) not in self.failed_links:  # both directions are needed
+                await self._measure_link(source, target, traffic)
 
-        await measure_pairs(pairs, {device.device_id: device.host_id for device in devices}, measure)
+        ends = [(by_id[source], by_id[target]) for source, target in pairs]
+        await run_apart([(frozenset({a.host_id, b.host_id}), partial(measure, a, b)) for a, b in ends])
 
     async def can_connect(self, source: Device, target: Device) -> bool:
         """Whether a device reaches another. Takes a few round trips, and about 1.5 s if it does not."""
@@ -362,13 +363,6 @@ async def measure_each(
 
     await run_apart([(frozenset([device.host_id]), partial(one, device)) for device in devices])
     return results, failures
-
-
-async def measure_pairs(
-    pairs: Sequence[tuple[str, str]], hosts: Mapping[str, str], measure: Callable[[tuple[str, str]], Awaitable[None]]
-) -> None:
-    """Measure pairs of devices concurrently, but only one at a time on each machine. `hosts`: machine by device id."""
-    await run_apart([(frozenset(hosts[each] for each in pair), partial(measure, pair)) for pair in pairs])
 
 
 async def run_apart(measurements: Sequence[tuple[frozenset[str], Measurement]]) -> None:

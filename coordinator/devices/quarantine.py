@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from hearth.errors import ChunkCorrupt, HearthError, StepFailed, StoreFailed, StoreFull, WorkerDied
 
@@ -62,11 +62,6 @@ def after_fault(
     num_faults = times - 1 if isinstance(error, ChunkCorrupt) else times
     seconds = min(_FIRST_SECONDS * 2.0 ** min(num_faults - 1, 10), _MAX_SECONDS) if num_faults else 0.0
     return Quarantine(_reason(error), severity, now + seconds, now, times)
-
-
-def pardoned(quarantine: Quarantine, now: float) -> Quarantine:
-    """The same quarantine, ended now: the device is needed."""
-    return replace(quarantine, until=now)
 
 
 def _severity(error: HearthError) -> int:

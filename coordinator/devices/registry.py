@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from coordinator.devices.quarantine import Quarantine, after_fault, pardoned
+from coordinator.devices.quarantine import Quarantine, after_fault
 from hearth.errors import DuplicateDevice, HearthError
 from hearth.protocol import (
     DEAD_SECONDS,
@@ -281,7 +281,7 @@ def after_device_fault(device: Device, error: HearthError, now: float, may_resta
 
 def after_pardon(device: Device, now: float) -> Device:
     """The record after its quarantine was ended, because the device is needed."""
-    return replace(device, quarantine=pardoned(device.quarantine, now) if device.quarantine else None)
+    return replace(device, quarantine=replace(device.quarantine, until=now) if device.quarantine else None)
 
 
 def check_device_id_unique(known: Device | None, welcome: AgentWelcome, host: str, port: int) -> None:

@@ -20,7 +20,7 @@ from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.http_gateway import keep_http_gateway
-from coordinator.serve.clients.key_registry import KeyRegistry
+from coordinator.serve.clients.key_registry import KeyRegistry, RegisteredKeys
 from coordinator.serve.clients.once import RepeatedChanges
 from coordinator.serve.clients.trust import Trust, error_for_app, response_for_app
 from coordinator.serve.config import CoordinatorSettings
@@ -291,7 +291,9 @@ class Service:
     async def _merge_keys(self, message: wire.Follow) -> None:
         """Admit and revoke the keys that a standby has and this coordinator lacks: it may have led meanwhile."""
         apps, devices = (
-            registry.merge(dict(theirs.admitted), dict(theirs.revoked), dict(theirs.roles))
+            registry.merge(
+                RegisteredKeys(keys=dict(theirs.admitted), revoked=dict(theirs.revoked), roles=dict(theirs.roles))
+            )
             for registry, theirs in ((self._trust.apps, message.apps), (self._devices, message.devices))
         )
         admitted, revoked = {**apps.keys, **devices.keys}, {**apps.revoked, **devices.revoked}

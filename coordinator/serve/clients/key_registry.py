@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -15,7 +14,6 @@ from hearth.errors import BadRequest
 
 _NAME = re.compile(r"^[a-z0-9-]{1,32}$")
 _APP = "app"  # the role of a key without an entry in `roles`
-_NO_ROLES: Mapping[str, str] = MappingProxyType({})
 
 
 class RegisteredKeys(BaseModel):
@@ -59,7 +57,7 @@ class KeyRegistry:
         if name in known.keys.values():
             raise BadRequest(reason=f"there is a key of the {self._holder} '{name}' already; revoke it first")
         roles = known.roles if role == _APP else {**known.roles, public_key: role}
-        self._write(RegisteredKeys(keys={**known.keys, public_key: name}, revoked=known.revoked, roles=roles))
+        self._write({**known.keys, public_key: name}, known.revoked, roles)
 
     def revoke(self, name: str) -> None:
         """Revoke a key; a repetition has no effect. Raises BadRequest if no key has or had this name."""
@@ -71,31 +69,26 @@ class KeyRegistry:
             names = ", ".join(sorted(known.keys.values())) or "none"
             raise BadRequest(reason=f"there is no key of the {self._holder} '{name}'; admitted are: {names}")
         remaining = {key: app for key, app in known.keys.items() if app != name}
-        roles = {key: role for key, role in known.roles.items() if key in remaining}
-        self._write(RegisteredKeys(keys=remaining, revoked={**known.revoked, **revoked}, roles=roles))
+        self._write(remaining, {**known.revoked, **revoked}, known.roles)
 
-    def merge(
-        self, admitted: Mapping[str, str], revoked: Mapping[str, str], roles: Mapping[str, str] = _NO_ROLES
-    ) -> RegisteredKeys:
+    def merge(self, theirs: RegisteredKeys) -> RegisteredKeys:
         """Add the keys that another coordinator of this home has admitted or revoked; returns those that were unknown here.
 
         A revocation is never taken back, so that it does not matter which of the two happened first. Of two keys with the
         same name, the one here stays.
         """
         known = self.current()
-        new_revoked = {key: name for key, name in revoked.items() if key not in known.revoked}
+        new_revoked = {key: name for key, name in theirs.revoked.items() if key not in known.revoked}
         all_revoked = {**known.revoked, **new_revoked}
         remaining = {key: name for key, name in known.keys.items() if key not in new_revoked}
         new_keys = {
             key: name
-            for key, name in admitted.items()
+            for key, name in theirs.keys.items()
             if key not in all_revoked and key not in remaining and name not in remaining.values() and _NAME.match(name)
         }
         if new_keys or new_revoked:
-            keys = {**remaining, **new_keys}
-            new_roles = {key: role for key, role in roles.items() if key in new_keys}
-            kept = {key: role for key, role in {**known.roles, **new_roles}.items() if key in keys}
-            self._write(RegisteredKeys(keys=keys, revoked=all_revoked, roles=kept))
+            new_roles = {key: role for key, role in theirs.roles.items() if key in new_keys}
+            self._write({**remaining, **new_keys}, all_revoked, {**known.roles, **new_roles})
         return RegisteredKeys(keys=new_keys, revoked=new_revoked)
 
     def current(self) -> RegisteredKeys:
@@ -115,7 +108,9 @@ class KeyRegistry:
             return 0, 0
         return status.st_mtime_ns, status.st_size
 
-    def _write(self, known: RegisteredKeys) -> None:
-        self._keys = known
-        self.file.write(known.model_dump_json(indent=1))
+    def _write(self, keys: dict[str, str], revoked: dict[str, str], roles: dict[str, str]) -> None:
+        """Keep and write these lists; of the roles, those of admitted keys."""
+        roles = {key: role for key, role in roles.items() if key in keys}
+        self._keys = RegisteredKeys(keys=keys, revoked=revoked, roles=roles)
+        self.file.write(self._keys.model_dump_json(indent=1))
         self._file_stamp = self._stamp()

@@ -21,16 +21,7 @@ from coordinator.serve.text.constraints import AnswerGrammars
 from coordinator.serve.text.prompts import GenerationDefaults, StopTextFilter, TextStream, TextTokenizer
 from coordinator.serve.text.template_reader import TemplateReader
 from coordinator.serve.text.threads import TextThreads
-from hearth.errors import (
-    BadMessage,
-    BadPlan,
-    BadRequest,
-    ContextTooLong,
-    DeadlineExceeded,
-    HearthError,
-    QueueFull,
-    StepFailed,
-)
+from hearth import errors
 from hearth.grammars import Grammars, Vocabulary
 from hearth.plan.common import ValueFormatName
 from hearth.plan.model_spec import ModelSpec
@@ -80,7 +71,7 @@ class TextModel:
     def _answer_grammars(self) -> AnswerGrammars:
         if self.tokenizer is None or self.vocabulary is None or not self.vocabulary.stop_ids:
             reason = "answers of this model cannot be constrained: its files name no texts of tokens, or no end of text"
-            raise BadRequest(reason=reason)
+            raise errors.BadRequest(reason=reason)
         special = {self.vocabulary.tokens[n].decode(errors="replace"): n for n in self.vocabulary.special_ids}
         return AnswerGrammars(Grammars(self.vocabulary), self.tokenizer.form, special)
 
@@ -103,23 +94,25 @@ class TextModel:
     def prompt_ids(self, request: wire.Generate, token_ids: Array | None) -> list[int]:
         """Token ids of the request's prompt. Raises BadRequest."""
         if [request.prompt is not None, bool(request.messages), token_ids is not None].count(True) != 1:
-            raise BadRequest(reason="give a prompt, messages or token ids, and only one of them")
+            raise errors.BadRequest(reason="give a prompt, messages or token ids, and only one of them")
         if self.tokenizer is None and (token_ids is None or request.stop):
-            raise BadRequest(reason="the model has no tokenizer.json; send token ids without stop texts")
+            raise errors.BadRequest(reason="the model has no tokenizer.json; send token ids without stop texts")
         if any(not 0 < len(stop) <= _MAX_STOP_CHARACTERS for stop in request.stop):
-            raise BadRequest(reason=f"a stop text must have 1 to {_MAX_STOP_CHARACTERS} characters")
+            raise errors.BadRequest(reason=f"a stop text must have 1 to {_MAX_STOP_CHARACTERS} characters")
         if request.tools and not request.messages:
-            raise BadRequest(reason="tools need messages, since the chat template describes them to the model")
+            raise errors.BadRequest(reason="tools need messages, since the chat template describes them to the model")
         if request.tools and self.tokenizer is not None and not self.tokenizer.takes_tools:
-            raise BadRequest(reason="the model's chat template has no form for calls of tools that Hearth can read")
+            raise errors.BadRequest(
+                reason="the model's chat template has no form for calls of tools that Hearth can read"
+            )
         is_formed = bool(request.called_tools) or request.constraint is not None
         if request.tools and is_formed and self.tokenizer is not None and self.tokenizer.form.tools is None:
-            raise BadRequest(reason="calls in the form of this model cannot be demanded, only left to the model")
+            raise errors.BadRequest(reason="calls in the form of this model cannot be demanded, only left to the model")
         if request.called_tools and not request.tools:
-            raise BadRequest(reason="a call is demanded, but there are no tools")
+            raise errors.BadRequest(reason="a call is demanded, but there are no tools")
         if token_ids is not None:
             if token_ids.ndim != 1 or str(token_ids.dtype) != "int32":
-                raise BadRequest(reason="token ids must be a list of 32-bit integers")
+                raise errors.BadRequest(reason="token ids must be a list of 32-bit integers")
             ids: list[int] = token_ids.tolist()
         else:
             assert self.tokenizer is not None
@@ -127,20 +120,20 @@ class TextModel:
             if request.messages:
                 ids = self.tokenizer.encode_chat(request.messages, request.tools, request.template_options)
         if not ids:
-            raise BadRequest(reason="the prompt is empty")
+            raise errors.BadRequest(reason="the prompt is empty")
         if min(ids) < 0 or max(ids) >= self.spec.vocab_size:
-            raise BadRequest(reason=f"token ids must lie between 0 and {self.spec.vocab_size - 1}")
+            raise errors.BadRequest(reason=f"token ids must lie between 0 and {self.spec.vocab_size - 1}")
         if max(request.generated, default=0) >= self.spec.vocab_size:
-            raise BadRequest(reason=f"generated token ids must lie between 0 and {self.spec.vocab_size - 1}")
+            raise errors.BadRequest(reason=f"generated token ids must lie between 0 and {self.spec.vocab_size - 1}")
         if request.generated and len(ids) + len(request.generated) > self.spec.max_positions:
-            raise BadRequest(reason="more tokens were generated than the model's context holds")
+            raise errors.BadRequest(reason="more tokens were generated than the model's context holds")
         return ids
 
 
 def max_context_tokens(plan: TransformerPlan) -> int:
     """Maximum tokens of one request, prompt and answer together. Raises BadPlan."""
     if plan.body.generation is None:
-        raise BadPlan(reason="it is not for a model that generates text")
+        raise errors.BadPlan(reason="it is not for a model that generates text")
     capacity = plan.body.generation.kv_tokens
     return min(plan.model.max_positions, capacity, plan.body.generation.context or capacity)
 
@@ -174,7 +167,7 @@ async def decode_prompt(
                 error = 0.0 if keep else answer.logit_error
                 seconds = answer.decode_seconds / max(answer.num_tokens - 1, 1)
                 return (math.inf if error is None else error), seconds
-    raise BadMessage(reason="a generation had no end")
+    raise errors.BadMessage(reason="a generation had no end")
 
 
 class GenerationRunner:
@@ -212,7 +205,7 @@ class GenerationRunner:
         self.num_running += 1
         try:
             if self.num_running > self.limit:
-                raise QueueFull(limit=self.limit)
+                raise errors.QueueFull(limit=self.limit)
             prompt = await self._in_thread(ticket, request, partial(model.prompt_ids, request, token_ids))
             grammar = ""
             if request.constraint is not None or request.called_tools:
@@ -231,7 +224,7 @@ class GenerationRunner:
             end_message = generation.end_message()
             yield end_message
             self._requests.count_answer(end_message)
-        except HearthError as error:
+        except errors.HearthError as error:
             self._requests.count_failed(error)
             raise
         finally:
@@ -318,10 +311,10 @@ class _StreamWatch:
             while not event.done():
                 silent_at = max(self._began, self._activity.newest_token_at) + self._patience_seconds
                 if self._clock() >= deadline:
-                    raise DeadlineExceeded(action="the generation", seconds=request.timeout_seconds)
+                    raise errors.DeadlineExceeded(action="the generation", seconds=request.timeout_seconds)
                 if self._clock() >= silent_at:
                     device = self._activity.deployment.plan.devices[0].name
-                    raise StepFailed(device=device, reason=f"no token for {self._patience_seconds:.0f} s")
+                    raise errors.StepFailed(device=device, reason=f"no token for {self._patience_seconds:.0f} s")
                 await asyncio.wait({event}, timeout=max(min(deadline, silent_at) - self._clock(), 0.001))
             self._activity.newest_token_at = self._clock()
             self.prefilled()
@@ -385,7 +378,7 @@ class _RunningGeneration:
         """Number of tokens that may still be generated, at most what the context has room for. Raises ContextTooLong."""
         room = context - len(self._prompt)
         if room < 1:
-            raise ContextTooLong(num_prompt_tokens=len(self._prompt), max_tokens=1, context_tokens=context)
+            raise errors.ContextTooLong(num_prompt_tokens=len(self._prompt), max_tokens=1, context_tokens=context)
         if self.ends_with_stop_token:
             return 0
         return max(min(self.request.max_tokens or self.model.defaults.max_tokens, room) - len(self._tokens), 0)

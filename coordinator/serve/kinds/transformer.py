@@ -18,14 +18,7 @@ from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from coordinator.serve.goal import TransformerModel, plan_request
-from coordinator.serve.kinds.accuracy import (
-    DECODED_PROMPT_TOKENS,
-    DECODED_TOKENS,
-    calibrate,
-    choose_format,
-    describe_choice,
-    max_relative_error,
-)
+from coordinator.serve.kinds import accuracy
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, decode_prompt, max_context_tokens, probe
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
 from coordinator.serve.planners.process import plans_or_errors, solve_transformer
@@ -196,7 +189,7 @@ class TransformerKind:
                 result = await deployment.run_step(*pack_sequences([ids.tolist()]), "hidden", values=values)
             if keep:
                 exact[len(ids)] = result.outputs
-            return max_relative_error(exact[len(ids)], result.outputs), result.step_seconds
+            return accuracy.max_relative_error(exact[len(ids)], result.outputs), result.step_seconds
 
         async def decode(values: ValueFormatName, keep: bool, ids: Array) -> tuple[float, float]:
             async with self._requests.admission.exclusively():
@@ -204,13 +197,15 @@ class TransformerKind:
 
         spec = self.model.spec
         if spec.causal:
-            room = max_context_tokens(deployment.plan) - DECODED_TOKENS
-            measured = await calibrate(decode, spec.vocab_size, max(min(DECODED_PROMPT_TOKENS, room), 1))
+            room = max_context_tokens(deployment.plan) - accuracy.DECODED_TOKENS
+            measured = await accuracy.calibrate(
+                decode, spec.vocab_size, max(min(accuracy.DECODED_PROMPT_TOKENS, room), 1)
+            )
         else:
-            measured = await calibrate(embed, spec.vocab_size, self.model.seq_len)
-        chosen = choose_format(measured, budget)
+            measured = await accuracy.calibrate(embed, spec.vocab_size, self.model.seq_len)
+        chosen = accuracy.choose_format(measured, budget)
         self._values = deployment.values = chosen.values
-        self._services.report(describe_choice(measured, chosen, budget))
+        self._services.report(accuracy.describe_choice(measured, chosen, budget))
 
     # ---- requests to an encoder -----------------------------------------------------------------------------------
 

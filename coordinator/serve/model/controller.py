@@ -29,17 +29,7 @@ from coordinator.serve.replan.drift import DriftMonitor
 from coordinator.serve.replan.replanner import Replanner
 from coordinator.serve.requests.runner import Requests, as_hearth_error
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
-from hearth.errors import (
-    BadPlan,
-    DeviceLost,
-    HearthError,
-    LeaseLost,
-    LinkLost,
-    ModelDoesNotFit,
-    NoPlacement,
-    NotServing,
-    StepFailed,
-)
+from hearth import errors
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all, first_result, loop_time, with_timeout
 from hearth.platform.units import format_bytes
@@ -110,7 +100,7 @@ class Controller:
         self.keep_alive = KeepAlive(goal, self.requests.admission)
         self._action_task: asyncio.Task[None] | None = None  # executes the actions of the current phase
         self._has_ended = False  # whether `run` ends: a request that fails meanwhile must not start another deployment
-        self._finished: asyncio.Future[HearthError | None] = asyncio.get_running_loop().create_future()
+        self._finished: asyncio.Future[errors.HearthError | None] = asyncio.get_running_loop().create_future()
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -123,12 +113,12 @@ class Controller:
     def missing_bytes(self) -> int:
         """By how many bytes the model did not fit at the last attempt; 0 if that is not why it is not ready."""
         error = self.lifecycle.failure
-        return error.missing_bytes if isinstance(error, ModelDoesNotFit) else 0
+        return error.missing_bytes if isinstance(error, errors.ModelDoesNotFit) else 0
 
-    def _why_not_ready(self) -> HearthError:
+    def _why_not_ready(self) -> errors.HearthError:
         """The error of requests that have waited in vain: by how many bytes the model does not fit, if it does not."""
         error = self.lifecycle.failure
-        return error if error is not None and self.missing_bytes else NotServing(state=self.state)
+        return error if error is not None and self.missing_bytes else errors.NotServing(state=self.state)
 
     def history(self) -> tuple[PhaseEntered, ...]:
         return history_entries(self.lifecycle, self._clock())
@@ -168,8 +158,8 @@ class Controller:
                 self._action_task.cancel()
                 await asyncio.wait({self._action_task})
             if self.deployment is not None and self.keep_workers:
-                self.requests.admission.close(NotServing(state="another coordinator takes over"))
-                self.deployment.fail(LeaseLost(device="this home"))
+                self.requests.admission.close(errors.NotServing(state="another coordinator takes over"))
+                self.deployment.fail(errors.LeaseLost(device="this home"))
                 self.deployment = None
             await self._late_links.close()
             await self._stop_workers()
@@ -180,7 +170,7 @@ class Controller:
         """Drain running requests, then end. A second call ends at once."""
         self.handle(cycle.StopRequested())
 
-    def lose_deployment(self, error: HearthError) -> None:
+    def lose_deployment(self, error: errors.HearthError) -> None:
         """Report the deployment as lost, if there is one."""
         if self.deployment is not None:
             self._report_loss(self.deployment, error)
@@ -227,18 +217,18 @@ class Controller:
             )
             self._action_task.add_done_callback(self._on_task_done)
 
-    def _execute_immediate(self, action: cycle.Action, error: HearthError | None) -> None:
+    def _execute_immediate(self, action: cycle.Action, error: errors.HearthError | None) -> None:
         match action:
             case "stop_admitting":
                 self.requests.admission.close()
             case "refuse_requests":
-                self.requests.admission.close(NotServing(state=self.state))
+                self.requests.admission.close(errors.NotServing(state=self.state))
             case "record_loss":
                 self.requests.last_error = str(error)
                 if error is not None:
                     self._record_fault(error)
 
-    async def _probe(self, deployment: Deployment, error: HearthError) -> None:
+    async def _probe(self, deployment: Deployment, error: errors.HearthError) -> None:
         """Run a small request after a failed step. Raises if the plan no longer works.
 
         If a rank waited for another, their link is checked first, since the small request would wait for it, too.
@@ -247,13 +237,13 @@ class Controller:
             waiting, other = pair
             if not await deployment.unless_failed(self._services.profiler.can_connect(waiting, other)):
                 self._services.profiler.link_is_cut(waiting.device_id, other.device_id)
-                raise LinkLost(device=waiting.name, peer=other.name, reason=error.explanation())
+                raise errors.LinkLost(device=waiting.name, peer=other.name, reason=error.explanation())
         predicted = deployment.plan.predicted.latency_seconds
         await with_timeout(_PROBE_SECONDS + _PROBE_FACTOR * predicted, self.kind.probe(deployment))
 
-    def _record_fault(self, error: HearthError) -> None:
+    def _record_fault(self, error: errors.HearthError) -> None:
         """Have the next plan avoid the device or the link that the error names, or use a device that it cannot do without."""
-        if isinstance(error, ModelDoesNotFit | NoPlacement):
+        if isinstance(error, errors.ModelDoesNotFit | errors.NoPlacement):
             self._services.fleet.pardon()
         if self.deployment is None:
             return
@@ -262,7 +252,7 @@ class Controller:
         had_served = self.lifecycle.phase == "settling" and not self.lifecycle.lost
         for device_id in fleet.record_fault(self.deployment.plan.devices, error, may_restart=had_served):
             known = fleet.devices.get(device_id)
-            if isinstance(error, DeviceLost) or (known is not None and known.is_quarantined(loop_time())):
+            if isinstance(error, errors.DeviceLost) or (known is not None and known.is_quarantined(loop_time())):
                 self._replanner.record_loss(device_id)
 
     async def _execute_in_order(
@@ -351,7 +341,7 @@ class Controller:
                 return cycle.Drained()
             case "retire_workers":
                 if deployment is not None:
-                    deployment.fail(NotServing(state="the plan is being replaced"))
+                    deployment.fail(errors.NotServing(state="the plan is being replaced"))
                     self.deployment = None
                     self._retired.append(deployment)
             case "release_workers":
@@ -417,7 +407,7 @@ class Controller:
         """Take over the workers of the plan, if all of them run."""
         try:
             running = await self._bring_up.running_workers(plan)
-        except BadPlan as error:
+        except errors.BadPlan as error:
             return cycle.TakeOverFailed(error.reason)
         deployment = self.kind.deployment(plan, self.name)
         if running:
@@ -473,14 +463,14 @@ class Controller:
         if self._monitored is not None and self._monitored[0] is deployment:
             self._monitored[1].observe(relative_size, compute_seconds, total_seconds)
 
-    def _report_loss(self, deployment: Deployment, error: HearthError) -> None:
+    def _report_loss(self, deployment: Deployment, error: errors.HearthError) -> None:
         deployment.fail(error)
         self.handle(cycle.DeploymentLost(deployment.epoch, error))
 
 
-def _suspect_pair(error: HearthError, plan: Plan) -> list[str]:
+def _suspect_pair(error: errors.HearthError, plan: Plan) -> list[str]:
     """The ids of the device that waited and of the one that it waited for; empty if the error names no such pair."""
-    if not isinstance(error, StepFailed | LinkLost):
+    if not isinstance(error, errors.StepFailed | errors.LinkLost):
         return []
     ids = {device.name: device.device_id for device in plan.devices}
     return [ids[error.device], ids[error.peer]] if {error.device, error.peer} <= ids.keys() else []

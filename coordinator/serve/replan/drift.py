@@ -56,19 +56,17 @@ class DriftMonitor:
         self._total = _Change()
         self._compute_drifted = self._total_drifted = 0  # consecutive steps
 
-    def observe(
-        self, relative_size: float, compute_seconds: Sequence[float], total_seconds: float | None
-    ) -> SustainedDrift | None:
+    def observe(self, relative_size: float, compute_seconds: Sequence[float], total_seconds: float | None) -> None:
         """Record one step or request: each rank's busy seconds, and the total seconds if it did not queue behind others.
 
         `relative_size` is its size divided by the predicted one. Ignored are steps of less than half that size, the first step
-        (a warm-up), and ranks that report no time. Returns the sustained drift, if there is one.
+        (a warm-up), and ranks that report no time.
         """
         if relative_size < 0.5:
-            return self.drift
+            return
         if self._skip_next:
             self._skip_next = False
-            return None
+            return
         for device, seconds in zip(self._plan.devices, compute_seconds, strict=True):
             self._devices[device.device_id].add(seconds, device.compute_seconds * relative_size)
         self._compute_drifted = self._compute_drifted + 1 if self._has_compute_drifted() else 0
@@ -77,7 +75,6 @@ class DriftMonitor:
             has_drifted = abs(self._total.average_change) > math.log(TOTAL_DRIFT)
             self._total_drifted = self._total_drifted + 1 if has_drifted else 0
         self.drift = self._sustained_drift()
-        return self.drift
 
     def _has_compute_drifted(self) -> bool:
         """Whether any device changed in absolute terms or relative to the others; both unbalance the plan."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from itertools import permutations
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.devices import ready_device, with_telemetry
 
-from coordinator.devices.profiling import measure_each, measure_pairs, run_apart
+from coordinator.devices.profiling import measure_each, run_apart
 from coordinator.devices.registry import Device
 from hearth.errors import DeviceLost
 
@@ -48,9 +49,8 @@ async def test_fast_links_do_not_wait_for_a_slow_one() -> None:
         if set(permutations("cde", 2)) == set(done):
             released.set()
 
-    await asyncio.wait_for(
-        measure_pairs(list(permutations("abcde", 2)), {each: each for each in "abcde"}, measure), 5.0
-    )
+    links = [(frozenset(pair), partial(measure, pair)) for pair in permutations("abcde", 2)]
+    await asyncio.wait_for(run_apart(links), 5.0)
     assert len(done) == 20
 
 
@@ -67,7 +67,7 @@ def test_error_cancels_the_other_measurements() -> None:
             raise
 
     with pytest.raises(RuntimeError, match="a bug"):
-        asyncio.run(measure_pairs([("c", "d"), ("a", "b")], {each: each for each in "abcd"}, measure))
+        asyncio.run(run_apart([(frozenset(pair), partial(measure, pair)) for pair in [("c", "d"), ("a", "b")]]))
     assert cancelled == ["c"]
 
 

@@ -57,7 +57,10 @@ def test_roles_are_kept_and_merged_with_their_keys(tmp_path: Path) -> None:
     assert KeyRegistry(tmp_path / "apps.json").current().roles == {"k2": "metrics"}
     with pytest.raises(BadRequest, match="already"):  # a role does not change
         apps.add("lamp", "k1", "observer")
-    apps.merge({"k3": "screen", "k4": "lamp"}, {"k2": "prometheus"}, {"k3": "observer", "k4": "observer"})
+    theirs = RegisteredKeys(
+        keys={"k3": "screen", "k4": "lamp"}, revoked={"k2": "prometheus"}, roles={"k3": "observer", "k4": "observer"}
+    )
+    apps.merge(theirs)
     assert apps.current().roles == {"k3": "observer"}
     apps.revoke("screen")
     assert apps.current().roles == {}
@@ -69,11 +72,11 @@ def test_keys_of_another_coordinator_are_merged(tmp_path: Path) -> None:
         apps.add(name, key)
     apps.revoke("door")
     theirs = {"k2": "door", "k4": "clock", "k5": "heater", "k6": "clock", "k7": "Bad Name", "k3": "radio"}
-    changed = apps.merge(theirs, {"k1": "lamp", "k3": "radio"})
+    changed = apps.merge(RegisteredKeys(keys=theirs, revoked={"k1": "lamp", "k3": "radio"}))
     assert changed == RegisteredKeys(keys={"k5": "heater"}, revoked={"k1": "lamp", "k3": "radio"})
     expected = RegisteredKeys(keys={"k4": "clock", "k5": "heater"}, revoked={"k2": "door", "k1": "lamp", "k3": "radio"})
     assert KeyRegistry(tmp_path / "apps.json").current() == expected
-    assert apps.merge(theirs, {"k1": "lamp"}) == RegisteredKeys()
+    assert apps.merge(RegisteredKeys(keys=theirs, revoked={"k1": "lamp"})) == RegisteredKeys()
 
 
 def test_file_changes_take_effect_at_the_next_request(tmp_path: Path) -> None:

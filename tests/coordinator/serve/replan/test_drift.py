@@ -75,14 +75,13 @@ class Steps:
     ) -> SustainedDrift | None:
         """The first finding within `count` steps."""
         slow = slow or [1.0] * len(self.compute)
-        found = None
         for _ in range(count):
             share = self.bias * rows / SEQ_LEN
             shake = 1 + noise * self.random.uniform(-1, 1, len(slow) + 1)
             times = [c * s * share * n for c, s, n in zip(self.compute, slow, shake[1:], strict=True)]
-            found = self.monitor.observe(rows / SEQ_LEN, times, total * TOTAL * share * shake[0]) or found
-            if found is not None:
-                return found
+            self.monitor.observe(rows / SEQ_LEN, times, total * TOTAL * share * shake[0])
+            if self.monitor.drift is not None:
+                return self.monitor.drift
         return None
 
 
@@ -159,7 +158,8 @@ def test_short_steps_are_ignored_and_brief_drift_expires() -> None:
 def test_times_that_are_not_reported_or_predicted_are_ignored() -> None:
     monitor = DriftMonitor(planned(0.0, 0.5, total=0.0))
     for _ in range(50):
-        assert monitor.observe(1.0, (0.3, 0.0), 1.0) is None
+        monitor.observe(1.0, (0.3, 0.0), 1.0)
+        assert monitor.drift is None
 
 
 # ---- when to plan again ---------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from support.devices import ready_device
 from support.planning import plan_for
 from support.plans import BERT_LARGE, LLAMA_1B, cluster, device_profile
 
-from coordinator.devices.other_models import TakenByOthers
+from coordinator.devices.other_models import TakenByOthers, links_left
 from coordinator.devices.registry import Device
 from coordinator.devices.shared_media import Pair
 from coordinator.plan.simulator import ResourceKind
@@ -106,7 +106,7 @@ class Workers:
     def left(self, name: str, devices: ClusterProfile) -> ClusterProfile:
         """The cluster for a plan of this deployment, as `block_cluster` makes it of a profile."""
         taken: TakenByOthers = self.resources.by_others(name)
-        links = taken.links_left({(link.source, link.target): link for link in devices.links}, devices.media)
+        links = links_left(taken.traffic(), {(link.source, link.target): link for link in devices.links}, devices.media)
         slower = tuple(
             each.model_copy(update={"blocks": each.blocks.scaled(taken(ready_device(each.device_id)).slowdown)})
             for each in devices.devices
