@@ -102,7 +102,6 @@ class Doppler(Experiment):
     training_seconds: float = Field(150.0, gt=0)  # processor time of a training, Placeto's included, at most
     imitation: int = Field(400, ge=0)  # episodes of stage I
     episodes: int = Field(4000, ge=0)  # of stage II, and of Placeto
-    batch: int = Field(16, ge=1)  # episodes of one message passing and one gradient step
     seed: int = 0
 
     def measure(self, context: Context) -> Iterator[DopplerRow]:
@@ -169,17 +168,18 @@ class Doppler(Experiment):
 
     def _train(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
         """Train Doppler's policy; its ablations learn only operators or only devices."""
-        from tools.research.networks import Rules
-        from tools.research.training import make_trainer
+        from tools.research.episodes import Rules
+        from tools.research.networks import Shape
+        from tools.research.training import Trainer
 
         rules = Rules(learns_operators=method != "plc-only", learns_devices=method != "sel-only")
-        trainer = make_trainer(problem, self.seed, rules, self.batch)
+        trainer = Trainer(problem, self.seed, rules, Shape())
         deadline = time.process_time() + self.training_seconds
         trainer.imitate(self.imitation)
         trainer.reinforce(self.episodes, lambda: time.process_time() >= deadline)
         greedy, best = trainer.greedy(), trainer.best
         placements = {
-            "makespan": best and best.placement, "greedy": greedy.placements()[0] if greedy.fits_B.all() else None
+            "makespan": best, "greedy": greedy.placements()[0] if greedy.fits_B.all() else None
         }  # fmt: skip
         return {
             "num_episodes": trainer.num_episodes,

@@ -1,102 +1,90 @@
-"""Episodes of Doppler's policies: a placement problem as arrays, and B episodes in lockstep that place its operators.
+"""Episodes of Doppler's dual policy: a problem as arrays, and B episodes in lockstep that place its operators.
 
 The clock is the paper's: operators start as soon as their device has finished what was placed before and their inputs have
-arrived; transfers do not contend.
+arrived; transfers do not contend. The teacher of stage I is Critical Path: its choices are all that tie.
 
-Shape letters: N operators, K devices, M directed edges (each flow to each of its targets, in both directions), F flows, P most
-inputs of an operator, S most successors, G shared weights, X static features; B episodes, D device features, T steps: one for
-each operator.
+Shape letters: N operators, K devices, F flows, P most inputs of an operator, S most successors; B episodes, D device features,
+H width of embeddings, T steps: one for each operator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from coordinator.plan.graph.latency.doppler.features import longest_paths
 from coordinator.plan.graph.latency.list_scheduling import mean_seconds, mean_transfer_seconds
+from coordinator.plan.graph.latency.memory import MemoryLedger
 from coordinator.plan.graph.latency.problem import PlacementProblem
+from tools.research.networks import DualPolicy, Encoding, GraphTensors
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-NUM_STATIC_FEATURES = 5
+_BLOCK_EDGES = 16  # edges of one value that one matrix product carries
 _EQUAL = 1e-9  # a deviation below this share of the greatest value is rounding: all values are equal
 
 
 @dataclass(frozen=True)
 class Instance:
-    """Arrays of one problem. Padded tables of operators and flows use N and F as padding."""
+    """One problem as arrays. Padded tables of operators and flows use N and F as padding."""
 
     problem: PlacementProblem
-    static_NX: Singles  # compute, transfers in, transfers out, t-level, b-level; standardised over operators
-    edge_sources_M: Indices
-    edge_targets_M: Indices
-    edge_values_M: Singles  # mean transfer seconds, standardised over edges
+    graph: GraphTensors
     b_levels_N: Floats  # longest path from the start of an operator to the end of the graph
-    b_paths_NN: Singles  # row v: 1 for the operators on v's longest path to an exit, v included
-    t_paths_NN: Singles  # the same to an entry
     seconds_NK: Floats
     inputs_NP: Indices  # the operators that produce an operator's inputs, one for each flow
     input_flows_NP: Indices
     transfer_FKK: Floats  # seconds with latency, by sender and receiver; 0 for padding, of flows and of senders
     successors_NS: Indices
     num_predecessors_N: Indices
-    memory_N: Floats  # bytes, without shared weights
-    budget_K: Floats  # bytes
-    shared_NG: Mask  # which shared weights an operator uses
-    shared_bytes_G: Floats
-
-    @property
-    def memory_binds(self) -> bool:
-        """Whether some device cannot hold the whole graph."""
-        return bool(self.memory_N.sum() + self.shared_bytes_G.sum() > self.budget_K.min())
 
 
 def make_instance(problem: PlacementProblem) -> Instance:
     """The arrays of a problem. Costs of devices and links that differ enter the static features as means."""
     n, num_devices, num_flows = problem.num_operators, problem.num_devices, len(problem.flows)
-    compute, carried = mean_seconds(problem), mean_transfer_seconds(problem)
-    b_levels, t_levels, following, preceding = longest_paths(problem, np.array(compute), np.array(carried))
-    flow_of_edge = [f for f, flow in enumerate(problem.flows) for _ in flow.targets]
-    sources = np.array([problem.flows[f].source for f in flow_of_edge], np.int64)
-    targets = np.array([target for flow in problem.flows for target in flow.targets], np.int64)
-    values = np.array([carried[f] for f in flow_of_edge], np.float64)
-    received = np.bincount(targets, values, n)
-    sent = np.bincount(sources, values, n)
-    static = np.stack([np.array(compute), received, sent, t_levels, b_levels], axis=1)
+    compute, carried = np.array(mean_seconds(problem)), np.array(mean_transfer_seconds(problem))
+    b_levels, t_levels, following, preceding = longest_paths(problem, compute, carried)
+    edges = [(flow.source, target, f) for f, flow in enumerate(problem.flows) for target in flow.targets]
+    sources, targets, flows = np.array(edges, np.int64).reshape(-1, 3).T
+    values = carried[flows]
+    received, sent = np.bincount(targets, values, n), np.bincount(sources, values, n)
+    static = standardised(np.stack([compute, received, sent, t_levels, b_levels], axis=1), 0)
     transfer = np.zeros((num_flows + 1, num_devices + 1, num_devices))
     for f, flow in enumerate(problem.flows):
         transfer[f, :num_devices] = np.array(flow.seconds) + np.array(problem.latency)
-    shared = np.zeros((n, len(problem.shared)), np.bool_)
-    for index, group in enumerate(problem.shared):
-        shared[list(group.operators), index] = True
-    edge_values = standardised(np.concatenate([values, values]), 0)
+    edge_values, of_edge = np.unique(standardised(np.tile(values, 2), 0).astype(np.float32), return_inverse=True)
+    senders, receivers = np.concatenate([sources, targets]), np.concatenate([targets, sources])
+    groups = [np.flatnonzero(of_edge == value).tolist() for value in range(len(edge_values))]
+    blocks = [
+        (value, g[at : at + _BLOCK_EDGES]) for value, g in enumerate(groups) for at in range(0, len(g), _BLOCK_EDGES)
+    ]
     return Instance(
-        problem=problem,
-        static_NX=standardised(static, 0).astype(np.float32),
-        edge_sources_M=np.concatenate([sources, targets]),
-        edge_targets_M=np.concatenate([targets, sources]),
-        edge_values_M=edge_values.astype(np.float32),
-        b_levels_N=np.asarray(b_levels, np.float64),
-        b_paths_NN=_paths(following, reversed(range(n))),
-        t_paths_NN=_paths(preceding, range(n)),
-        seconds_NK=np.array(problem.seconds, np.float64),
+        problem,
+        GraphTensors(
+            torch.from_numpy(static.astype(np.float32)),
+            torch.from_numpy(_paths(following, reversed(range(n)))),
+            torch.from_numpy(_paths(preceding, range(n))),
+            torch.from_numpy(edge_values),
+            torch.tensor([value for value, _ in blocks], dtype=torch.int64),
+            torch.from_numpy(_padded([senders[each].tolist() for _, each in blocks], 0)),
+            torch.from_numpy(_padded([receivers[each].tolist() for _, each in blocks], n)),
+        ),
+        np.asarray(b_levels, np.float64),
+        seconds_NK=np.array(problem.seconds),
         inputs_NP=_padded([[problem.flows[f].source for f in flows] for flows in problem.incoming], n),
         input_flows_NP=_padded(problem.incoming, num_flows),
         transfer_FKK=transfer,
         successors_NS=_padded(problem.successors, n),
-        num_predecessors_N=np.array([len(each) for each in problem.predecessors], np.int64),
-        memory_N=np.array(problem.memory_bytes, np.float64),
-        budget_K=np.array(problem.budget_bytes, np.float64),
-        shared_NG=shared,
-        shared_bytes_G=np.array([group.num_bytes for group in problem.shared], np.float64),
+        num_predecessors_N=np.array([len(each) for each in problem.predecessors]),
     )
 
 
@@ -121,10 +109,10 @@ def _paths(following: Sequence[int], order: Iterable[int]) -> Singles:
 
 def _padded(rows: Sequence[Sequence[int]], padding: int) -> Indices:
     width = max(1, max(map(len, rows), default=0))
-    return np.array([[*row, *[padding] * (width - len(row))] for row in rows], np.int64)
+    return np.array([[*row, *[padding] * (width - len(row))] for row in rows], np.int64).reshape(-1, width)
 
 
-NUM_DEVICE_FEATURES = 5
+# ---- the clock ----------------------------------------------------------------------------------------------------------
 
 
 class DeviceOptions(NamedTuple):
@@ -132,6 +120,7 @@ class DeviceOptions(NamedTuple):
 
     features_BKD: Singles  # standardised over devices
     starts_BK: Floats  # earliest start
+    left_BK: Indices  # bytes left after placing the operator there; negative without room
     allowed_BK: Mask  # devices with room in memory
 
 
@@ -149,16 +138,15 @@ class EpisodeClock:
         self.fits_B = np.ones(num_episodes, np.bool_)
         # One more column for the padding of tables: it is on no device and takes no time.
         self._waits_BN = np.tile(np.append(instance.num_predecessors_N, 2 * n), (num_episodes, 1))
-        self._device_BN = np.full((num_episodes, n + 1), num_devices, np.int64)
+        self._device_BN = np.full((num_episodes, n + 1), num_devices)
         self._starts_BN = np.zeros((num_episodes, n + 1))
         self._ends_BN = np.zeros((num_episodes, n + 1))
         self._load_BK = np.zeros((num_episodes, num_devices))
         self._free_at_BK = np.zeros((num_episodes, num_devices))
-        self._free_bytes_BK = np.tile(instance.budget_K, (num_episodes, 1))
-        self._held_BKG = np.zeros((num_episodes, num_devices, len(instance.shared_bytes_G)), np.bool_)
+        self._memory = [MemoryLedger(instance.problem) for _ in range(num_episodes)]
+        self._free_bytes_BK = np.tile(instance.problem.budget_bytes, (num_episodes, 1))
         # A row for each device that an input is on; the last row is for padding, which is on none.
         self._is_device = np.eye(num_devices + 1, num_devices, dtype=np.bool_)
-        self._binds = instance.memory_binds
 
     def options(self, operators_B: Indices) -> DeviceOptions:
         """Features, earliest starts and room of every device for one candidate of each episode."""
@@ -180,9 +168,11 @@ class EpisodeClock:
             ],
             axis=2,
         )
-        return DeviceOptions(
-            standardised(features_BKD, 1).astype(np.float32), starts_BK, self._allowed(operators_B, starts_BK)
-        )
+        left_BK = np.array([each.left_bytes(i) for each, i in zip(self._memory, operators_B.tolist(), strict=True)])
+        has_room_BK = left_BK >= 0
+        most_BK = self._free_bytes_BK == self._free_bytes_BK.max(axis=1, keepdims=True)
+        allowed_BK = np.where(has_room_BK.any(axis=1, keepdims=True), has_room_BK, most_BK)
+        return DeviceOptions(standardised(features_BKD, 1).astype(np.float32), starts_BK, left_BK, allowed_BK)
 
     def place(self, operators_B: Indices, devices_B: Indices, options: DeviceOptions) -> None:
         """Place one candidate of each episode on a device, and update candidates."""
@@ -194,29 +184,26 @@ class EpisodeClock:
         self._ends_BN[rows, operators_B] = starts_B + seconds_B
         self._load_BK[rows, devices_B] += seconds_B
         self._free_at_BK[rows, devices_B] = starts_B + seconds_B
-        if self._binds:
-            needed_BK = self._needed_bytes(operators_B)
-            self.fits_B &= needed_BK[rows, devices_B] <= self._free_bytes_BK[rows, devices_B]
-            self._free_bytes_BK[rows, devices_B] -= needed_BK[rows, devices_B]
-            self._held_BKG[rows, devices_B] |= instance.shared_NG[operators_B]
+        for memory, operator, device in zip(self._memory, operators_B.tolist(), devices_B.tolist(), strict=True):
+            memory.place(operator, device)
+        self._free_bytes_BK[rows, devices_B] = left_B = options.left_BK[rows, devices_B]
+        self.fits_B &= left_B >= 0
         self.candidates_BN[rows, operators_B] = False
         successors_BS = instance.successors_NS[operators_B]
         self._waits_BN[rows[:, None], successors_BS] -= 1
         episode, slot = np.nonzero(self._waits_BN[rows[:, None], successors_BS] == 0)
         self.candidates_BN[episode, successors_BS[episode, slot]] = True
 
-    def _allowed(self, operators_B: Indices, like_BK: Floats) -> Mask:
-        if not self._binds:
-            return np.ones(like_BK.shape, np.bool_)
-        allowed_BK = self._needed_bytes(operators_B) <= self._free_bytes_BK
-        most_BK = self._free_bytes_BK == self._free_bytes_BK.max(axis=1, keepdims=True)
-        return np.where(allowed_BK.any(axis=1, keepdims=True), allowed_BK, most_BK)
 
-    def _needed_bytes(self, operators_B: Indices) -> Floats:
-        instance = self._instance
-        missing_BKG = instance.shared_NG[operators_B][:, None, :] & ~self._held_BKG
-        needed_BK: Floats = instance.memory_N[operators_B][:, None] + missing_BKG @ instance.shared_bytes_G
-        return needed_BK
+# ---- episodes of the policy ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Which decisions are learnt; the others are Critical Path's (the paper's ablations "SEL only" and "PLC only")."""
+
+    learns_operators: bool = True
+    learns_devices: bool = True
 
 
 class Placement(NamedTuple):
@@ -226,9 +213,8 @@ class Placement(NamedTuple):
     order: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Trace:
-    """B complete episodes. The teacher is Critical Path: its choices are all that tie."""
+class Trace(NamedTuple):
+    """B complete episodes."""
 
     operators_TB: Indices
     devices_TB: Indices
@@ -247,26 +233,35 @@ class Trace:
         return [Placement(tuple(a), tuple(o)) for a, o in zip(assignment_BN.tolist(), orders, strict=True)]
 
 
-class Chooser(Protocol):
-    """Decides the steps of B episodes: an operator of each, then a device for it."""
-
-    def operators(self, clock: EpisodeClock, taught_BN: Mask) -> Indices:
-        """A candidate of each episode."""
-
-    def devices(self, operators_B: Indices, options: DeviceOptions, taught_BK: Mask) -> Indices:
-        """A device for the operator of each episode."""
-
-
-def run_episodes(instance: Instance, chooser: Chooser, num_episodes: int) -> Trace:
-    """Place all operators in each of the episodes."""
+@torch.no_grad()  # type: ignore[untyped-decorator]
+def run_episodes(
+    instance: Instance,
+    policy: DualPolicy,
+    encoding: Encoding,
+    rules: Rules,
+    num_episodes: int,
+    rng: np.random.Generator | None,
+) -> Trace:
+    """Place all operators in each episode: samples of the softmax, or without `rng` the most probable choices."""
     clock, steps = EpisodeClock(instance, num_episodes), []
+    logits_N, embedding_NH = encoding.operator_logits_N.double().numpy(), encoding.embedding_NH
+    rows, num_devices = torch.arange(num_episodes), instance.problem.num_devices
+    sums_BKH = embedding_NH.new_zeros(
+        num_episodes, num_devices, embedding_NH.shape[-1]
+    )  # of the operators on each device
     for _ in range(instance.problem.num_operators):
         candidates_BN = clock.candidates_BN.copy()
         taught_BN = _greatest(instance.b_levels_N, candidates_BN)
-        operators_B = chooser.operators(clock, taught_BN)
-        options = clock.options(operators_B)
+        operators_B = _choose(logits_N, candidates_BN, rng) if rules.learns_operators else _choose(0.0, taught_BN, rng)
+        options, operators = clock.options(operators_B), torch.from_numpy(operators_B)
         taught_BK = _greatest(-options.starts_BK, options.allowed_BK)
-        devices_B = chooser.devices(operators_B, options, taught_BK)
+        if rules.learns_devices:
+            parts_BC, features_BKD = encoding.operator_part_NC[operators], torch.from_numpy(options.features_BKD)
+            logits_BK = policy.place(parts_BC, features_BKD, sums_BKH).double().numpy()
+            devices_B = _choose(logits_BK, options.allowed_BK, rng)
+            sums_BKH[rows, torch.from_numpy(devices_B)] += embedding_NH[operators]
+        else:
+            devices_B = _choose(0.0, taught_BK, rng)
         clock.place(operators_B, devices_B, options)
         steps.append(
             (operators_B, devices_B, candidates_BN, options.allowed_BK, options.features_BKD, taught_BN, taught_BK)
@@ -275,7 +270,34 @@ def run_episodes(instance: Instance, chooser: Chooser, num_episodes: int) -> Tra
     return Trace(operators, devices, candidates, allowed, features, taught, taught_devices, clock.fits_B)
 
 
+def _choose(logits: Floats | float, allowed: Mask, rng: np.random.Generator | None) -> Indices:
+    scores = np.where(allowed, logits, -np.inf)
+    if rng is not None:  # the greatest sum of logit and Gumbel noise is a sample of the softmax
+        scores[allowed] -= np.log(rng.standard_exponential(np.count_nonzero(allowed)))
+    chosen: Indices = scores.argmax(axis=1)
+    return chosen
+
+
 def _greatest(values: Floats, allowed: Mask) -> Mask:
     among = np.where(allowed, values, -np.inf)
     greatest: Mask = allowed & (among == among.max(axis=1, keepdims=True))
     return greatest
+
+
+def log_probabilities(policy: DualPolicy, encoding: Encoding, trace: Trace) -> tuple[Tensor, Tensor]:
+    """Log-probabilities (T, B, N) and (T, B, K) of all steps of finished episodes, with gradients.
+
+    They are -inf for operators that are no candidates and for devices without room.
+    """
+    operators_TB = torch.from_numpy(trace.operators_TB)
+    on_TBK = torch.from_numpy(trace.devices_TB)[..., None] == torch.arange(trace.allowed_TBK.shape[-1])
+    added_TBKH = encoding.embedding_NH[operators_TB][:, :, None, :] * on_TBK[..., None]
+    sums_TBKH = added_TBKH.cumsum(0) - added_TBKH  # before each step
+    devices_TBK = policy.place(
+        encoding.operator_part_NC[operators_TB], torch.from_numpy(trace.features_TBKD), sums_TBKH
+    )
+    logits_TBN = encoding.operator_logits_N.expand(trace.candidates_TBN.shape)
+    return (
+        logits_TBN.masked_fill(~torch.from_numpy(trace.candidates_TBN), -torch.inf).log_softmax(-1),
+        devices_TBK.masked_fill(~torch.from_numpy(trace.allowed_TBK), -torch.inf).log_softmax(-1),
+    )

@@ -6,8 +6,8 @@ come from the softmax, without uniform exploration; returns are not discounted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from math import inf
 
 import numpy as np
 import torch
@@ -16,102 +16,87 @@ from torch import Tensor
 from coordinator.plan.graph.latency.doppler.gradients import advantages
 from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from tools.research.episodes import Floats, Instance, Placement, Trace, make_instance, run_episodes
-from tools.research.networks import DualPolicy, Encoding, PolicyChooser, Rules, Shape, graph_tensors, log_probabilities
+from tools.research.episodes import Floats, Placement, Rules, Trace, log_probabilities, make_instance, run_episodes
+from tools.research.networks import DualPolicy, Encoding, Shape
 
+BATCH = 16
 IMITATION_RATE = 2e-3
 FIRST_RATE, LAST_RATE = 1e-3, 1e-4  # of stage II; linear
 FIRST_ENTROPY = 1e-2  # weight in the loss; falls to 0, linear
 _NO_ROOM_FACTOR = 2.0  # multiplies the price of a placement that exceeds a device's memory
 
 
-@dataclass(frozen=True)
-class Found:
-    """The best placement of training, and the number of episodes of the policy until then."""
-
-    seconds: float
-    placement: Placement
-    episode: int
-
-
-@dataclass
 class Trainer:
-    """Trains a policy on one instance. Two runs with the same seed and counts give the same weights."""
+    """Trains a new policy on one problem. Two runs with the same seed and counts give the same weights.
 
-    instance: Instance
-    policy: DualPolicy
-    rng: np.random.Generator
-    rules: Rules = field(default_factory=Rules)
-    batch: int = 16
-    best: Found | None = None  # of priced episodes that fit into memory
-    num_episodes: int = 0
+    `seed`: of its weights and samples. Torch computes with one thread from now on.
+    """
 
-    def __post_init__(self) -> None:
-        self._graph, self._evaluator = graph_tensors(self.instance), Evaluator(self.instance.problem)
+    def __init__(self, problem: PlacementProblem, seed: int, rules: Rules, shape: Shape) -> None:
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)
+        self.policy, self.rules = DualPolicy(shape), rules
+        self.best: Placement | None = None  # of priced episodes that fit into memory
+        self.num_episodes = 0
+        self._instance, self._evaluator = make_instance(problem), Evaluator(problem)
+        self._rng, self._best_seconds = np.random.default_rng(seed), inf
         self._optimizers = [
             torch.optim.Adam(network.parameters(), fused=True) for network in (self.policy.select, self.policy.place)
         ]
 
-    def imitate(self, num_episodes: int) -> float:
+    def imitate(self, num_episodes: int) -> None:
         """Stage I: in the states that the policy reaches, raise the probability of Critical Path's choices.
 
-        Choices that tie count as one. Returns the loss of the last batch, per step.
+        Choices that tie count as one.
         """
-        loss = 0.0
-        for done in range(0, num_episodes, self.batch):
-            trace, encoding = self._sample(min(self.batch, num_episodes - done))
+        for _, trace, encoding in self._batches(num_episodes):
             logs = log_probabilities(self.policy, encoding, trace)
-            loss = self._descend(imitation_loss(logs, trace, self.rules), IMITATION_RATE)
-        return loss / self.instance.problem.num_operators
+            self._descend(imitation_loss(logs, trace, self.rules), IMITATION_RATE)
 
     def reinforce(self, num_episodes: int, stop: Callable[[], bool] = lambda: False) -> None:
         """Stage II: policy gradient on makespans in Hearth's simulator. Ends early with `stop()`."""
-        for done in range(0, num_episodes, self.batch):
-            trace, encoding = self._sample(min(self.batch, num_episodes - done))
-            seconds_B = self._prices(trace)
-            left = 1 - done / num_episodes
-            rate, entropy_weight = LAST_RATE + (FIRST_RATE - LAST_RATE) * left, FIRST_ENTROPY * left
+        for left, trace, encoding in self._batches(num_episodes):
+            advantages_B = advantages(self._prices(trace))
             logs = log_probabilities(self.policy, encoding, trace)
-            self._descend(reinforcement_loss(logs, trace, advantages(seconds_B), entropy_weight, self.rules), rate)
+            loss = reinforcement_loss(logs, trace, advantages_B, FIRST_ENTROPY * left, self.rules)
+            self._descend(loss, LAST_RATE + (FIRST_RATE - LAST_RATE) * left)
             if stop():
                 return
 
     def greedy(self) -> Trace:
         """The episode of the most probable choices."""
-        chooser = PolicyChooser(self.policy, self.policy.encode(self._graph), None, self.rules)
-        return run_episodes(self.instance, chooser, 1)
+        encoding = self.policy.encode(self._instance.graph)
+        trace: Trace = run_episodes(self._instance, self.policy, encoding, self.rules, 1, None)
+        return trace
 
-    def _sample(self, num_episodes: int) -> tuple[Trace, Encoding]:
-        encoding = self.policy.encode(self._graph)
-        chooser = PolicyChooser(self.policy, encoding, self.rng, self.rules)
+    def sample(self, num_episodes: int) -> tuple[Trace, Encoding]:
+        """Episodes of choices with the policy's probabilities."""
+        encoding = self.policy.encode(self._instance.graph)
         self.num_episodes += num_episodes
-        return run_episodes(self.instance, chooser, num_episodes), encoding
+        return run_episodes(self._instance, self.policy, encoding, self.rules, num_episodes, self._rng), encoding
+
+    def _batches(self, num_episodes: int) -> Iterator[tuple[float, Trace, Encoding]]:
+        """Sampled episodes, with the share of all that were left before each batch."""
+        for done in range(0, num_episodes, BATCH):
+            yield 1 - done / num_episodes, *self.sample(min(BATCH, num_episodes - done))
 
     def _prices(self, trace: Trace) -> Floats:
         placements = trace.placements()
         # The order of placing decides between ready items.
         seconds_B = np.array([self._evaluator.work_conserving(*each) for each in placements], np.float64)
         for placement, seconds, fits in zip(placements, seconds_B.tolist(), trace.fits_B.tolist(), strict=True):
-            if fits and (self.best is None or seconds < self.best.seconds):
-                self.best = Found(seconds, placement, self.num_episodes)
+            if fits and seconds < self._best_seconds:
+                self.best, self._best_seconds = placement, seconds
         return np.where(trace.fits_B, seconds_B, _NO_ROOM_FACTOR * seconds_B)
 
-    def _descend(self, loss: Tensor, rate: float) -> float:
-        """One step of Adam for each policy; returns the loss."""
+    def _descend(self, loss: Tensor, rate: float) -> None:
+        """One step of Adam for each policy."""
         for optimizer in self._optimizers:
             optimizer.zero_grad()
             optimizer.param_groups[0]["lr"] = rate
         loss.backward()
         for optimizer in self._optimizers:
             optimizer.step()
-        return float(loss.detach())
-
-
-def make_trainer(problem: PlacementProblem, seed: int = 0, rules: Rules | None = None, batch: int = 16) -> Trainer:
-    """A trainer of a new policy; `seed`: of its weights and samples. Torch computes with one thread from now on."""
-    torch.manual_seed(seed)
-    torch.set_num_threads(1)
-    return Trainer(make_instance(problem), DualPolicy(Shape()), np.random.default_rng(seed), rules or Rules(), batch)
 
 
 def imitation_loss(logs: tuple[Tensor, Tensor], trace: Trace, rules: Rules) -> Tensor:

@@ -16,8 +16,8 @@ import torch
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, upward_ranks
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
 from coordinator.plan.graph.latency.schedule import best_schedule, schedule
-from tools.research.episodes import Placement, make_instance, run_episodes
-from tools.research.networks import DualPolicy, PolicyChooser, Rules, Shape, graph_tensors, log_probabilities
+from tools.research.episodes import Placement, Rules, log_probabilities, make_instance, run_episodes
+from tools.research.networks import DualPolicy, Shape
 from tools.research.training import Trainer, entropy, reinforcement_loss
 
 SMALL = Shape(width=8, num_rounds=2)
@@ -51,13 +51,8 @@ def problem_of(
     )  # fmt: skip
 
 
-def policy(seed: int = 0, shape: Shape = SMALL) -> DualPolicy:
-    torch.manual_seed(seed)
-    return DualPolicy(shape)
-
-
 def trainer(problem: PlacementProblem, seed: int = 0, shape: Shape = SMALL, rules: Rules | None = None) -> Trainer:
-    return Trainer(make_instance(problem), policy(seed, shape), np.random.default_rng(seed), rules or Rules())
+    return Trainer(problem, seed, rules or Rules(), shape)
 
 
 def forked(costs: tuple[float, ...] = (1.0,) * 5) -> PlacementProblem:
@@ -72,7 +67,7 @@ def forked(costs: tuple[float, ...] = (1.0,) * 5) -> PlacementProblem:
 @settings(max_examples=6)
 @given(problems(), st.integers(0, 2**16))
 def test_teacher_ties_are_those_of_critical_path_in_every_state(problem: PlacementProblem, seed: int) -> None:
-    trace = trainer(problem, seed)._sample(2)[0]
+    trace = trainer(problem, seed).sample(2)[0]
     ranks = upward_ranks(problem)
     for b in range(2):
         partial_schedule = PartialSchedule(problem, "critical-path")
@@ -89,7 +84,7 @@ def test_teacher_ties_are_those_of_critical_path_in_every_state(problem: Placeme
 
 def test_probabilities_sum_to_one_over_candidates_and_devices_with_room() -> None:
     found = trainer(problem_of(((1.0, 2.0, 1.0),) * 5, [Flow(0, (2, 3), ((0.0,) * 3,) * 3)], 3, budget=2))
-    trace, encoding = found._sample(4)
+    trace, encoding = found.sample(4)
     assert not trace.allowed_TBK.all()
     operators, devices = log_probabilities(found.policy, encoding, trace)
     for logs, allowed in ((operators, trace.candidates_TBN), (devices, trace.allowed_TBK)):
@@ -101,14 +96,14 @@ def test_probabilities_sum_to_one_over_candidates_and_devices_with_room() -> Non
 def test_greedy_episodes_take_the_most_probable_choices_of_training() -> None:
     found = trainer(forked())
     trace = found.greedy()
-    operators, devices = log_probabilities(found.policy, found.policy.encode(found._graph), trace)
+    operators, devices = log_probabilities(found.policy, found.policy.encode(make_instance(forked()).graph), trace)
     assert (operators.argmax(-1).numpy() == trace.operators_TB).all()
     assert (devices.argmax(-1).numpy() == trace.devices_TB).all()
 
 
 def test_gradients_reach_every_parameter() -> None:
     found = trainer(forked((1.0, 2.0, 3.0, 4.0, 5.0)))
-    trace, encoding = found._sample(8)
+    trace, encoding = found.sample(8)
     logs = log_probabilities(found.policy, encoding, trace)
     reinforcement_loss(logs, trace, np.linspace(-1, 1, 8), 0.01, Rules()).backward()
     # A shift of all logits changes no probability.
@@ -118,16 +113,19 @@ def test_gradients_reach_every_parameter() -> None:
 
 
 def test_messages_are_sums_over_edges_of_the_edges_matrix_times_the_sender() -> None:
-    instance, encoder = make_instance(forked((1.0, 2.0, 2.0, 4.0, 5.0))), policy().place.encoder
-    graph = graph_tensors(instance)
+    problem = forked((1.0, 2.0, 2.0, 4.0, 5.0))
+    graph, encoder = make_instance(problem).graph, DualPolicy(SMALL).place.encoder
+    edges = [(flow.source, target) for flow in problem.flows for target in flow.targets]
+    costs = np.array([flow.seconds[0][1] for flow in problem.flows for _ in flow.targets])
+    values = torch.from_numpy((costs - costs.mean()) / costs.std()).float()
     with torch.no_grad():
         hidden = torch.relu(encoder.embed(graph.static_NX))
         for _ in range(SMALL.num_rounds):
             sums = torch.zeros_like(hidden)
-            edges = zip(instance.edge_sources_M, instance.edge_targets_M, instance.edge_values_M, strict=True)
-            for source, target, value in edges:
-                matrix = encoder.edge(torch.tensor([value])).view(8, 8)
+            for (source, target), value in zip(edges, values, strict=True):
+                matrix = encoder.edge(value[None]).view(8, 8)
                 sums[target] += hidden[source] @ matrix
+                sums[source] += hidden[target] @ matrix
             hidden = encoder.gru(torch.relu(sums + encoder.bias), hidden)
         found = encoder(graph)
     torch.testing.assert_close(found, torch.nn.functional.leaky_relu(hidden, 0.1))
@@ -135,10 +133,10 @@ def test_messages_are_sums_over_edges_of_the_edges_matrix_times_the_sender() -> 
 
 def test_paths_lead_along_the_longest_remaining_and_preceding_work() -> None:
     instance = make_instance(forked())
-    assert [set(np.flatnonzero(row)) for row in instance.b_paths_NN] == [
+    assert [set(np.flatnonzero(row)) for row in instance.graph.b_paths_NN] == [
         {0, 2, 4, 5}, {1, 3, 5}, {2, 4, 5}, {3, 5}, {4, 5}, {5}
     ]  # fmt: skip
-    assert [set(np.flatnonzero(row)) for row in instance.t_paths_NN] == [
+    assert [set(np.flatnonzero(row)) for row in instance.graph.t_paths_NN] == [
         {0}, {0, 1}, {0, 2}, {0, 1, 3}, {0, 2, 4}, {0, 2, 4, 5}
     ]  # fmt: skip
     assert instance.b_levels_N.tolist() == [12.0, 7.0, 10.0, 4.0, 6.0, 1.0]
@@ -152,14 +150,14 @@ def test_static_features_do_not_depend_on_the_unit_of_time(problem: PlacementPro
 
     flows = [Flow(f.source, f.targets, scaled(f.seconds)) for f in problem.flows]
     slower = problem_of(scaled(problem.seconds), flows, problem.num_devices, latency=scaled(problem.latency))
-    one, other = make_instance(problem), make_instance(slower)
-    np.testing.assert_allclose(one.static_NX, other.static_NX, atol=1e-5)
-    np.testing.assert_allclose(one.edge_values_M, other.edge_values_M, atol=1e-5)
+    one, other = make_instance(problem).graph, make_instance(slower).graph
+    torch.testing.assert_close(one.static_NX, other.static_NX, atol=1e-5, rtol=0)
+    torch.testing.assert_close(one.values[one.block_values], other.values[other.block_values], atol=1e-5, rtol=0)
 
 
 def test_devices_without_room_are_never_chosen() -> None:
     problem = problem_of(((1.0, 9.0),) * 6, [], 2, shared=True, budget=5)
-    trace = trainer(problem)._sample(32)[0]
+    trace = trainer(problem).sample(32)[0]
     fits = [problem.overflow_bytes(placement.assignment) == 0 for placement in trace.placements()]
     assert fits == trace.fits_B.tolist()
     assert any(fits)
@@ -178,7 +176,7 @@ def test_same_seed_gives_the_same_weights_and_plan() -> None:
         found.imitate(32)
         found.reinforce(64)
         assert found.best is not None
-        return [float(p.detach().sum()) for p in found.policy.parameters()], found.best.placement
+        return [float(p.detach().sum()) for p in found.policy.parameters()], found.best
 
     assert run(1) == run(1)
     assert run(1)[0] != run(2)[0]
@@ -213,8 +211,8 @@ def taught_share(found: Trainer) -> float:
 
 
 def test_ablations_leave_the_other_decision_to_critical_path() -> None:
-    operators_only = trainer(forked(), rules=Rules(learns_devices=False))._sample(8)[0]
-    devices_only = trainer(forked(), rules=Rules(learns_operators=False))._sample(8)[0]
+    operators_only = trainer(forked(), rules=Rules(learns_devices=False)).sample(8)[0]
+    devices_only = trainer(forked(), rules=Rules(learns_operators=False)).sample(8)[0]
     for trace, taught, chosen in (
         (operators_only, operators_only.taught_devices_TBK, operators_only.devices_TB),
         (devices_only, devices_only.taught_operators_TBN, devices_only.operators_TB),
@@ -223,9 +221,9 @@ def test_ablations_leave_the_other_decision_to_critical_path() -> None:
 
 
 def test_sampled_choices_have_the_probabilities_of_the_softmax() -> None:
-    instance, dual = make_instance(problem_of(((1.0, 1.0),) * 4, [], 2)), policy(3)
-    encoding = dual.encode(graph_tensors(instance))._replace(operator_logits_N=torch.tensor([0.0, 1.0, 2.0, -1.0]))
-    trace = run_episodes(instance, PolicyChooser(dual, encoding, np.random.default_rng(0), Rules()), 4000)
+    instance, policy = make_instance(problem_of(((1.0, 1.0),) * 4, [], 2)), DualPolicy(SMALL)
+    encoding = policy.encode(instance.graph)._replace(operator_logits_N=torch.tensor([0.0, 1.0, 2.0, -1.0]))
+    trace = run_episodes(instance, policy, encoding, Rules(), 4000, np.random.default_rng(0))
     expected = torch.tensor([0.0, 1.0, 2.0, -1.0]).softmax(0).numpy()
     np.testing.assert_allclose(np.bincount(trace.operators_TB[0], minlength=4) / 4000, expected, atol=0.03)
 
