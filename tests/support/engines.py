@@ -216,6 +216,23 @@ class GenerationCluster:
             return
 
 
+def speculative_answers(
+    model_dir: Path,
+    plan: TransformerPlan,
+    prompts: Sequence[Sequence[int]],
+    speculation: Speculation,
+    sampling: wire.Sampling,
+    **fields: Any,
+) -> tuple[list[list[int]], int, int]:
+    """The answers of 20 tokens to all prompts at once, and the number of drafted and of accepted tokens."""
+    with EngineCluster(model_dir, plan) as cluster:
+        home = GenerationCluster(cluster, speculation)
+        answers = home.answer(prompts, 20, sampling, prefix_scope="app", **fields)
+        assert cluster.executors[0].num_sequences == 0
+    ends = home.ended.values()
+    return answers, sum(end.num_drafted for end in ends), sum(end.num_accepted for end in ends)
+
+
 class FreeRows(StepTimes):
     """As if further rows cost nothing, so that everything is drafted."""
 

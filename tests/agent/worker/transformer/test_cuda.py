@@ -35,7 +35,8 @@ pytest.importorskip("transformers")
 
 from support.cuda_double import CUDA, gpu  # noqa: E402 (needs torch)
 from support.engines import EngineCluster, GenerationCluster, free_speculation  # noqa: E402
-from support.reference import decoder, greedy, hidden_states  # noqa: E402
+from support.exactness import quantised_error  # noqa: E402
+from support.reference import greedy, hidden_states  # noqa: E402
 from transformers import BertConfig  # noqa: E402
 
 from agent.worker.transformer.comm.staging import CudaStaging  # noqa: E402
@@ -70,9 +71,7 @@ def answers(
     """The answers to all prompts at once, on CUDA."""
     with gpu(), EngineCluster(model_dir, plan, compute_device="cuda") as cluster:
         home = GenerationCluster(cluster, speculation)
-        requests = [home.submit(prompt, count, **fields) for prompt in prompts]
-        home.run()
-    return [home.answers[request] for request in requests], home
+        return home.answer(prompts, count, **fields), home
 
 
 # ---- encoders -------------------------------------------------------------------------------------------------------
@@ -181,10 +180,8 @@ def test_constrained_answers_are_valid(tmp_path: Path) -> None:
     grammar = f"start: %json {json.dumps({'enum': ['kitchen', 'bath']})}"
     plan = generating_plan(read_spec(model_dir), "hmp", (1, 1))
     with gpu(), EngineCluster(model_dir, plan, compute_device="cuda", vocabulary=vocabulary) as cluster:
-        home = GenerationCluster(cluster)
-        request = home.submit([5, 9, 11], 32, stop_ids=(256,), grammar=grammar)
-        home.run()
-    assert bytes(home.answers[request][:-1]) in (b'"kitchen"', b'"bath"')
+        (answer,) = GenerationCluster(cluster).answer([[5, 9, 11]], 32, stop_ids=(256,), grammar=grammar)
+    assert bytes(answer[:-1]) in (b'"kitchen"', b'"bath"')
 
 
 @pytest.mark.parametrize("kv_cache", mostly_slow(["bfloat16", "int8"], lambda kind: kind == "int8"))
@@ -245,16 +242,8 @@ def test_int4_kernels_multiply_the_same_quantised_values(shape: tuple[int, int])
 def test_models_with_quantised_weights_stay_close(weights: WeightFormat, tolerance: float, models: Any) -> None:
     model_dir, spec = models("llama")
     spec = spec.model_copy(update={"weights": weights})
-    (prompt,) = prompts_of(spec, 60)
-    with torch.inference_mode():
-        expected = decoder(model_dir).base_model(torch.tensor([prompt])).last_hidden_state[0].numpy()
     with gpu(), EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1)), compute_device="cuda") as cluster:
-        hidden, _ = cluster.run([prompt])
-        home = GenerationCluster(cluster)
-        request = home.submit(prompt, 12)
-        home.run()
-    assert len(home.answers[request]) == 12
-    assert np.linalg.norm(hidden - expected) < tolerance * np.linalg.norm(expected)
+        assert quantised_error(cluster, model_dir) < tolerance
 
 
 @needs_gpu

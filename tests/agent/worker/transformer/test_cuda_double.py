@@ -9,7 +9,6 @@ import pytest
 
 from hearth.errors import UnsupportedWeights
 from hearth.plan.model_spec import WeightFormat
-from hearth.plan.transformer import Strategy
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
@@ -25,9 +24,6 @@ from agent.worker.transformer.kernels.int8 import Int8Matrix  # noqa: E402
 from agent.worker.transformer.matrices import Matrix, empty_matrix  # noqa: E402
 
 ALL = slice(None)
-STRATEGIES: tuple[Strategy, ...] = ("hmp", "megatron-tp", "sp", "pipeline")
-# Relative errors in the Euclidean norm, as of the same formats on a CPU.
-ERRORS: dict[WeightFormat, float] = {"float32": 1e-6, "float16": 1e-3, "bfloat16": 5e-3, "int8": 1.5e-2, "int4": 0.1}
 
 
 @pytest.fixture(autouse=True)

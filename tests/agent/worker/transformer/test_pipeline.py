@@ -23,14 +23,14 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits, Pipeline
 from hearth.wire.messages import GenerateTokens, Sampling, StepOrder
 
-torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, GenerationCluster  # noqa: E402 (needs torch)
-from support.reference import decoder, encoder, greedy  # noqa: E402
+from support.engines import EngineCluster, GenerationCluster
+from support.exactness import check_greedy_answers, check_logits
+from support.reference import greedy, hidden_states
 
 LAYERS = 5
-LOGIT_TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +43,6 @@ def staged(spec: ModelSpec, layers: tuple[int, ...], prefill_rows: int = 512, kv
     assert plan.body.layers == layers
     limits = GenerationLimits(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
     return with_generation(plan, limits)
-
-
-def answers_of(home: GenerationCluster, requests: list[bytes]) -> list[list[int]]:
-    home.run()
-    return [home.answers[request] for request in requests]
 
 
 # ---- exactness ------------------------------------------------------------------------------------------------------
@@ -64,40 +59,27 @@ def test_greedy_tokens_equal_transformers(family: str, layers: tuple[int, ...], 
     """A mixed batch; prompts in one step, or in chunks of which several are in flight."""
     model_dir, spec = models(family)
     with EngineCluster(model_dir, staged(spec, layers, prefill_rows)) as cluster:
-        home = GenerationCluster(cluster)
-        prompts = prompts_of(spec, 1, 7, 61, 130)
-        found = home.answer(prompts, 12)
-        assert found == [greedy(model_dir, prompt, 12) for prompt in prompts]
-        assert cluster.executors[0].num_sequences == 0
-        assert cluster.executors[0].num_in_flight == 0
+        check_greedy_answers(cluster, model_dir, [1, 7, 61, 130], 12)
 
 
 def test_long_prompts_and_long_answers(models: Any) -> None:
     model_dir, spec = models("llama")
     with EngineCluster(model_dir, staged(spec, (2, 3), 100)) as cluster:
-        (prompt,) = prompts_of(spec, 500)
-        assert GenerationCluster(cluster).answer([prompt], 64) == [greedy(model_dir, prompt, 64)]
+        check_greedy_answers(cluster, model_dir, [500], 64)
 
 
 def test_single_stage_equals_transformers(models: Any) -> None:
     model_dir, spec = models("gpt2")
     with EngineCluster(model_dir, staged(spec, (5,), 32)) as cluster:
-        (prompt,) = prompts_of(spec, 70)
-        assert GenerationCluster(cluster).answer([prompt], 8) == [greedy(model_dir, prompt, 8)]
+        check_greedy_answers(cluster, model_dir, [70], 8)
 
 
 @pytest.mark.parametrize("family", ["opt", "llama"])
 def test_logits_equal_transformers(family: str, models: Any) -> None:
     model_dir, spec = models(family)
-    sequences = prompts_of(spec, 1, 29, 130)
     with EngineCluster(model_dir, staged(spec, (2, 1, 2))) as cluster:
-        hidden, _ = cluster.run(sequences)
-    assert cluster.rows_by_rank == [160, 0, 0]
-    model = decoder(model_dir)
-    with torch.inference_mode():
-        logits = model.get_output_embeddings()(torch.from_numpy(hidden))
-        expected = torch.cat([model(torch.tensor([ids])).logits[0] for ids in sequences])
-    assert (logits - expected).abs().max() < LOGIT_TOLERANCE
+        check_logits(cluster, model_dir)
+        assert cluster.rows_by_rank == [160, 0, 0]
 
 
 def test_encoder_output_is_on_the_last_stage(tmp_path: Path) -> None:
@@ -105,9 +87,7 @@ def test_encoder_output_is_on_the_last_stage(tmp_path: Path) -> None:
     spec = read_spec(model_dir)
     rng = np.random.default_rng(7)
     sequences = [rng.integers(0, spec.vocab_size, n).tolist() for n in (17, 1, 40)]
-    model = encoder(model_dir)
-    with torch.inference_mode():
-        expected = torch.cat([model(torch.tensor([ids])).last_hidden_state[0] for ids in sequences]).numpy()
+    expected = hidden_states(model_dir, sequences)
     for layers in ((1, 2, 1), (3, 1), (4,)):
         with EngineCluster(model_dir, make_plan(spec, "pipeline", layers)) as cluster:
             rows, answers = cluster.run(sequences, trace=True)
@@ -220,7 +200,7 @@ def test_generation_resumes_on_another_plan_with_equal_tokens(models: Any) -> No
     for plan in plans:
         with EngineCluster(model_dir, plan) as cluster:
             home = GenerationCluster(cluster)
-            answers += answers_of(home, [home.submit(prompt, 20, sampling)])
+            answers += home.answer([prompt], 20, sampling)
             rest = home.submit([*prompt, *resumed], 20 - len(resumed), sampling, first_index=len(resumed))
             while len(home.answers[rest]) < 5 and not home.leader.idle:
                 home.step()

@@ -16,11 +16,11 @@ from hearth.grammars import Vocabulary
 from hearth.plan.transformer import GenerationLimits
 from hearth.wire.messages import Sampling
 
-torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 pytest.importorskip("llguidance")
 
-from support.engines import EngineCluster, FreeRows, GenerationCluster  # noqa: E402 (needs torch)
+from support.engines import EngineCluster, GenerationCluster, free_speculation
 
 SCHEMA = {
     "type": "object", "additionalProperties": False, "required": ["room", "on", "level"],
@@ -32,6 +32,7 @@ SCHEMA = {
 }  # fmt: skip
 GRAMMAR = f"start: %json {json.dumps(SCHEMA)}"
 SAMPLED = Sampling(temperature=2.0, seed=7)
+LIMITS = GenerationLimits(kv_tokens=512, max_sequences=12, prefill_rows=64)
 PROMPTS = [[5, 9, 11], [7, 8, 21, 40, 8] * 3, [3]]
 CASES = [
     ("local", (1,), SAMPLED), ("hmp", (1, 1), Sampling()), ("hmp", (1, 0, 2), SAMPLED),
@@ -59,23 +60,16 @@ def generated(
     strategy: str,
     split: tuple[float, ...],
     sampling: Sampling,
-    limits: GenerationLimits | None = None,
+    limits: GenerationLimits = LIMITS,
     speculation: Speculation | None = None,
-    grammar: str = GRAMMAR,
 ) -> tuple[list[list[int]], GenerationCluster]:
     """The answers to all prompts at once, each in a grammar."""
     directory, vocabulary = model
-    limits = limits or GenerationLimits(kv_tokens=512, max_sequences=12, prefill_rows=64)
     plan = with_generation(make_plan(read_spec(directory), strategy, split), limits)
     with EngineCluster(directory, plan, vocabulary=vocabulary) as cluster:
         home = GenerationCluster(cluster, speculation)
-        drafted = 6 if speculation is not None else 0
-        requests = [
-            home.submit(prompt, 64, sampling, prefix_scope="app", stop_ids=(259,), grammar=grammar, max_drafted=drafted)
-            for prompt in PROMPTS
-        ]
-        home.run()
-        return [home.answers[request] for request in requests], home
+        fields = {"prefix_scope": "app", "stop_ids": (259,), "grammar": GRAMMAR}
+        return home.answer(PROMPTS, 64, sampling, max_drafted=6 if speculation is not None else 0, **fields), home
 
 
 @pytest.mark.parametrize(("strategy", "split", "sampling"), CASES, ids=str)
@@ -96,8 +90,8 @@ def test_guesses_are_verified_against_the_grammar(
 ) -> None:
     expected, _ = generated(model, strategy, split, SAMPLED)
     texts = [prompt + answer for prompt, answer in zip(PROMPTS, expected, strict=True)]
-    speculation = Speculation(lambda: Remembered(texts, spoil=lambda token: 0))  # which the grammar forbids everywhere
-    speculation.times = FreeRows()
+    # Token 0, which the grammar forbids everywhere.
+    speculation = free_speculation(lambda: Remembered(texts, spoil=lambda token: 0))
     found, home = generated(model, strategy, split, SAMPLED, speculation=speculation)
     assert found == expected
     ends = home.ended.values()
@@ -114,21 +108,18 @@ def test_answer_goes_on_in_its_grammar_on_another_plan(model: tuple[Path, Vocabu
     """As after the loss of a device: the tokens so far are part of the prompt."""
     directory, vocabulary = model
     (expected, *_), _ = generated(model, "local", (1,), SAMPLED)
-    limits = GenerationLimits(kv_tokens=512, max_sequences=12, prefill_rows=64)
-    plan = with_generation(make_plan(read_spec(directory), "hmp", (1, 1)), limits)
+    plan = with_generation(make_plan(read_spec(directory), "hmp", (1, 1)), LIMITS)
     with EngineCluster(directory, plan, vocabulary=vocabulary) as cluster:
         home = GenerationCluster(cluster)
         prompt = PROMPTS[0] + expected[:9]
-        request = home.submit(prompt, 55, SAMPLED, first_index=9, stop_ids=(259,), grammar=GRAMMAR)
-        home.run()
-        assert expected[:9] + home.answers[request] == expected
+        (rest,) = home.answer([prompt], 55, SAMPLED, first_index=9, stop_ids=(259,), grammar=GRAMMAR)
+        assert expected[:9] + rest == expected
 
 
 def test_request_whose_grammar_cannot_be_followed_fails_alone(model: tuple[Path, Vocabulary]) -> None:
     """A grammar that does not compile on the devices, although the coordinator's did."""
     directory, vocabulary = model
-    limits = GenerationLimits(kv_tokens=512, max_sequences=12, prefill_rows=64)
-    plan = with_generation(make_plan(read_spec(directory), "hmp", (1, 1)), limits)
+    plan = with_generation(make_plan(read_spec(directory), "hmp", (1, 1)), LIMITS)
     with EngineCluster(directory, plan, vocabulary=vocabulary) as cluster:
         home = GenerationCluster(cluster)
         failing = home.submit(PROMPTS[0], 20, grammar="start: nothing")

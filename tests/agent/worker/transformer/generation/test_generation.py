@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from support.models import FAMILIES, decoder_maker, prompts_of, save_random_model, small_decoder
 from support.plans import make_plan, with_generation
@@ -20,14 +19,14 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import SEQUENCE, GenerationLimits, LayerMode
 from hearth.wire.messages import Sampling, StepOrder
 
-torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, GenerationCluster  # noqa: E402 (needs torch)
-from support.reference import decoder, greedy  # noqa: E402
+from support.engines import EngineCluster, GenerationCluster
+from support.exactness import check_greedy_answers, check_logits, quantised_error
+from support.reference import greedy
 
 R = "replicated"
-LOGIT_TOLERANCE = 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +45,6 @@ def generating_plan(
     plan = make_plan(spec, strategy, split, **more)
     limits = GenerationLimits(kv_tokens=kv_tokens, max_sequences=8, prefill_rows=prefill_rows)
     return with_generation(plan, limits)
-
-
-def check_answers(cluster: EngineCluster, model_dir: Path, lengths: list[int], num_tokens: int) -> None:
-    """Answer random prompts of these lengths, all at once, and compare the answers with those of `transformers`."""
-    prompts = prompts_of(cluster.plan.model, *lengths)
-    expected = [greedy(model_dir, prompt, num_tokens) for prompt in prompts]
-    assert GenerationCluster(cluster).answer(prompts, num_tokens) == expected
 
 
 @pytest.mark.parametrize(("strategy", "split"), [("hmp", (2, 1, 1)), ("pipeline", (1, 1))])
@@ -93,8 +85,7 @@ def test_greedy_tokens_equal_transformers(family: str, strategy: str, split: tup
     model_dir, spec = models(family)
     plan = generating_plan(spec, strategy, split, row_weights=rows)
     with EngineCluster(model_dir, plan) as cluster:
-        check_answers(cluster, model_dir, [1, 7, 61, 100], 16)
-        assert cluster.executors[0].num_sequences == 0
+        check_greedy_answers(cluster, model_dir, [1, 7, 61, 100], 16)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])  # a tied head, and one of its own
@@ -105,7 +96,7 @@ def test_tokens_with_a_replicated_embedding_equal_transformers(
     model_dir, spec = models(family)
     plan = generating_plan(spec, strategy, split, row_weights=rows, embedding="replicated")
     with EngineCluster(model_dir, plan) as cluster:
-        check_answers(cluster, model_dir, [1, 61], 8)
+        check_greedy_answers(cluster, model_dir, [1, 61], 8)
         held = [shard.num_bytes() for shard in cluster.shards]
     sharded = generating_plan(spec, strategy, split, row_weights=rows)
     with EngineCluster(model_dir, sharded) as cluster:
@@ -124,8 +115,7 @@ def test_replicated_embedding_changes_no_token_in_other_weight_formats(weights: 
     answers = []
     for embedding in ("sharded", "replicated"):
         with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 2), embedding=embedding)) as cluster:
-            home = GenerationCluster(cluster)
-            answers += home.answer([prompt], 8)
+            answers += GenerationCluster(cluster).answer([prompt], 8)
     assert answers[0] == answers[1]
 
 
@@ -135,8 +125,7 @@ def test_tiles_that_arrive_twice_change_no_token(strategy: str, models: Any) -> 
     model_dir, spec = models("llama")
     with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 1))) as cluster:
         cluster.hub.repeats = True
-        prompts = prompts_of(spec, 1, 7, 61)
-        assert GenerationCluster(cluster).answer(prompts, 12) == [greedy(model_dir, each, 12) for each in prompts]
+        check_greedy_answers(cluster, model_dir, [1, 7, 61], 12)
 
 
 MODES = [LayerMode(qkv=R), LayerMode(out=R, mlp=R), LayerMode(qkv=R, out=R, mlp=R), SEQUENCE]
@@ -148,8 +137,7 @@ def test_replicated_groups_decode_with_their_share(family: str, mode: LayerMode,
     model_dir, spec = models(family)
     plan = generating_plan(spec, "hmp", (2, 1, 3), modes=[mode, LayerMode(), mode])
     with EngineCluster(model_dir, plan) as cluster:
-        (prompt,) = prompts_of(spec, 37)
-        assert GenerationCluster(cluster).answer([prompt], 16) == [greedy(model_dir, prompt, 16)]
+        check_greedy_answers(cluster, model_dir, [37], 16)
 
 
 @pytest.mark.parametrize(("family", "prefill_rows"), [*((family, 32) for family in FAMILIES), ("llama", 5)])
@@ -157,7 +145,7 @@ def test_chunked_prompts_equal_transformers(family: str, prefill_rows: int, mode
     model_dir, spec = models(family)
     plan = generating_plan(spec, "hmp", (2, 1), prefill_rows=prefill_rows)
     with EngineCluster(model_dir, plan) as cluster:
-        check_answers(cluster, model_dir, [150, 3], 8)
+        check_greedy_answers(cluster, model_dir, [150, 3], 8)
 
 
 @pytest.mark.parametrize(
@@ -174,33 +162,21 @@ def test_micro_batches_equal_transformers(family: str, strategy: str, mode: Laye
     plan = generating_plan(spec, strategy, (2, 1), prefill_rows=300, modes=[mode] * 3 if mode else ())
     plan = plan.model_copy(update={"body": plan.body.model_copy(update={"micro_batches": 2})})
     with EngineCluster(model_dir, plan) as cluster:
-        home = GenerationCluster(cluster)
-        prompts = prompts_of(spec, 150, 211, 3, 40)
-        requests = [home.submit(prompt, 8) for prompt in prompts]
-        home.run()
-        for request, prompt in zip(requests, prompts, strict=True):
-            assert home.answers[request] == greedy(model_dir, prompt, 8)
+        check_greedy_answers(cluster, model_dir, [150, 211, 3, 40], 8)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_long_prompts_and_long_answers(family: str, models: Any) -> None:
     model_dir, spec = models(family)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (1, 2, 1))) as cluster:
-        (prompt,) = prompts_of(spec, 500)
-        assert GenerationCluster(cluster).answer([prompt], 40) == [greedy(model_dir, prompt, 40)]
+        check_greedy_answers(cluster, model_dir, [500], 40)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_transformers(family: str, models: Any) -> None:
     model_dir, spec = models(family)
-    sequences = prompts_of(spec, 1, 29, 130)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1, 1))) as cluster:
-        hidden, _ = cluster.run(sequences)
-    model = decoder(model_dir)
-    with torch.inference_mode():
-        logits = model.get_output_embeddings()(torch.from_numpy(hidden))
-        expected = torch.cat([model(torch.tensor([ids])).logits[0] for ids in sequences])
-    assert (logits - expected).abs().max() < LOGIT_TOLERANCE
+        check_logits(cluster, model_dir)
 
 
 ROPE_SCALINGS: list[dict[str, Any]] = [
@@ -218,8 +194,7 @@ def test_rotary_scalings_equal_transformers(scaling: dict[str, Any], tmp_path: P
     model_dir = save_random_model(tmp_path / "model", config, generates=True)
     spec = read_spec(model_dir)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
-        (prompt,) = prompts_of(spec, 200)
-        assert GenerationCluster(cluster).answer([prompt], 16) == [greedy(model_dir, prompt, 16)]
+        check_greedy_answers(cluster, model_dir, [200], 16)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +217,7 @@ def test_seed_gives_equal_tokens_on_any_number_of_devices(sampling: Sampling, mo
             home = GenerationCluster(cluster)
             answers += home.answer([prompt], 20, sampling)
             # Resume, as after a device loss.
-            rest = home.submit([*prompt, *answers[0][:7]], 13, sampling, first_index=7)
-            home.run()
-            assert home.answers[rest] == answers[0][7:]
+            assert home.answer([[*prompt, *answers[0][:7]]], 13, sampling, first_index=7) == [answers[0][7:]]
     assert answers[0] == answers[1] == answers[2]
     assert len(set(answers[0])) > 3
 
@@ -295,10 +268,7 @@ def test_preempted_and_shared_sequences_equal_transformers(strategy: str, models
     prompts = [prefix, *(prefix + each for each in rest)]
     with EngineCluster(model_dir, generating_plan(spec, strategy, (1, 2), kv_tokens=112, prefill_rows=100)) as cluster:
         home = GenerationCluster(cluster)
-        requests = [home.submit(prompt, 40, prefix_scope="app") for prompt in prompts]
-        home.run()
-        for request, prompt in zip(requests, prompts, strict=True):
-            assert home.answers[request] == greedy(model_dir, prompt, 40)
+        assert home.answer(prompts, 40, prefix_scope="app") == [greedy(model_dir, prompt, 40) for prompt in prompts]
         assert home.leader._scheduler._num_caches > len(prompts)  # some were preempted
         kept = home.submit(prompts[0], 5, prefix_scope="app")
         home.run()
@@ -445,14 +415,7 @@ def test_frame_too_large_ends_the_plan(models: Any) -> None:
 def test_quantised_weights_stay_close(family: str, weights: str, tolerance: float, models: Any) -> None:
     model_dir, spec = models(family)
     spec = spec.model_copy(update={"weights": weights})
-    (prompt,) = prompts_of(spec, 60)
     with EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1))) as cluster:
-        hidden, _ = cluster.run([prompt])
-        request = (home := GenerationCluster(cluster)).submit(prompt, 12)
-        home.run()
-        assert len(home.answers[request]) == 12
         errors = [shard.weight_error() for shard in cluster.shards]
-    assert all(1e-4 < error < tolerance for error in errors), errors
-    with torch.inference_mode():
-        expected = decoder(model_dir).base_model(torch.tensor([prompt])).last_hidden_state[0].numpy()
-    assert np.linalg.norm(hidden - expected) < tolerance * np.linalg.norm(expected)
+        assert all(1e-4 < error < tolerance for error in errors), errors
+        assert quantised_error(cluster, model_dir) < tolerance

@@ -21,7 +21,13 @@ from hearth.wire.messages import Sampling
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, GenerationCluster, free_speculation, local_draft  # noqa: E402 (needs torch)
+from support.engines import (  # noqa: E402 (needs torch)
+    EngineCluster,
+    GenerationCluster,
+    free_speculation,
+    local_draft,
+    speculative_answers,
+)
 
 from agent.worker.transformer.generation.local_draft import LocalDraft  # noqa: E402
 
@@ -34,12 +40,9 @@ GREEDY, SAMPLED = Sampling(), Sampling(temperature=0.9, top_k=50, top_p=0.9, rep
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The model, and a smaller one of other weights with the same vocabulary."""
     folder = tmp_path_factory.mktemp("models")
-    config = small_decoder("llama")
-    other = small_decoder("llama")
-    other.num_hidden_layers = 1
-    torch.manual_seed(9)
+    other = small_decoder("llama", num_hidden_layers=1)
     return {
-        "itself": save_random_model(folder / "model", config, generates=True),
+        "itself": save_random_model(folder / "model", small_decoder("llama"), generates=True),
         "another": save_random_model(folder / "draft", other, generates=True, seed=1),
     }
 
@@ -55,20 +58,8 @@ def plan_with_draft(models: dict[str, Path], split: tuple[float, ...], draft: st
 def answers(
     models: dict[str, Path], plan: TransformerPlan, draft: LocalDraft | None, sampling: Sampling, max_drafted: int
 ) -> tuple[list[list[int]], int, int]:
-    """The answers to all prompts at once, and the number of drafted and of accepted tokens."""
     speculation = free_speculation(Never, draft)
-    with EngineCluster(models["itself"], plan) as cluster:
-        home = GenerationCluster(cluster, speculation)
-        requests = [
-            home.submit(prompt, 20, sampling, prefix_scope="app", max_drafted=max_drafted) for prompt in PROMPTS
-        ]
-        home.run()
-        ends = [home.ended[request] for request in requests]
-        return (
-            [home.answers[request] for request in requests],
-            sum(end.num_drafted for end in ends),
-            sum(end.num_accepted for end in ends),
-        )
+    return speculative_answers(models["itself"], plan, PROMPTS, speculation, sampling, max_drafted=max_drafted)
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ from hearth.plan.transformer import GenerationLimits
 from hearth.wire.messages import Sampling
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
 from support.engines import EngineCluster, GenerationCluster, free_speculation  # noqa: E402 (needs torch)
+from support.reference import decoder  # noqa: E402
 
 PROMPT = [5, 9, 11] * 6
 PENALISED = Sampling(temperature=1.5, repetition_penalty=1.3, top_k=9, seed=4)
@@ -84,9 +85,8 @@ def test_log_probs_are_those_of_transformers(
             home.run()
         assert not drafted or (home.answers[request] == answer and home.ended[request].num_accepted > 0)
         answer = home.answers[request]
-        model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-        with torch.no_grad():
-            logits_TV = model(torch.tensor([PROMPT + answer])).logits[0]
+        with torch.inference_mode():
+            logits_TV = decoder(model_dir)(torch.tensor([PROMPT + answer])).logits[0]
         expected_TV = torch.log_softmax(logits_TV.double(), -1)[len(PROMPT) - 1 : -1].numpy()
         found = home.log_probs[request]
         assert [each.chosen.token_id for each in found] == answer

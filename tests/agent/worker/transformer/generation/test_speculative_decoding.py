@@ -17,10 +17,10 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits
 from hearth.wire.messages import Sampling
 
-torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import EngineCluster, GenerationCluster, free_speculation  # noqa: E402 (needs torch)
+from support.engines import free_speculation, speculative_answers
 
 PROMPTS = [[5, 9, 11] * 6, [7, 8, 21, 40, 8], [5, 9, 11] * 6 + [33], [3]]
 SAMPLED = Sampling(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=4)
@@ -38,19 +38,7 @@ def answers(
     make_proposer: Callable[[], Proposer] = NgramProposer,
     **fields: Any,
 ) -> tuple[list[list[int]], int, int]:
-    """The answers to all prompts at once, and the number of drafted and of accepted tokens."""
-    speculation = free_speculation(make_proposer)
-    with EngineCluster(model_dir, plan) as cluster:
-        home = GenerationCluster(cluster, speculation)
-        requests = [home.submit(prompt, 20, sampling, prefix_scope="app", **fields) for prompt in PROMPTS]
-        home.run()
-        assert cluster.executors[0].num_sequences == 0
-        ends = [home.ended[request] for request in requests]
-        return (
-            [home.answers[request] for request in requests],
-            sum(end.num_drafted for end in ends),
-            sum(end.num_accepted for end in ends),
-        )
+    return speculative_answers(model_dir, plan, PROMPTS, free_speculation(make_proposer), sampling, **fields)
 
 
 CASES = [
