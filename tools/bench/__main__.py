@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -102,27 +103,22 @@ def run(
 
 @app.command()
 @handles_errors
-def report(
-    chosen: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="Default: all results.")] = None,
-) -> None:
+def report() -> None:
     """Make the pages from the result files, one for each module, and tell how many commits ago each was measured.
 
     Exits with 1 if a result has no raw rows, is of an older version, or of a commit that the repository does not have.
     """
-    results = {path: load_result(path) for path in sorted(RESULTS.glob("*.json"))}
-    if unknown := set(chosen or ()) - {path.stem for path in results}:
-        raise BadSetting(setting="NAME", reason=f"{RESULTS} has no {', '.join(sorted(unknown))}.json")
-    pages = {page_of(result.experiment) for path, result in results.items() if not chosen or path.stem in chosen}
-    results = {path: result for path, result in results.items() if page_of(result.experiment) in pages}
+    pages: defaultdict[str, list[str]] = defaultdict(list)
     faults = 0
-    for path, result in results.items():
+    for path in sorted(RESULTS.glob("*.json")):
+        result = load_result(path)
         age = measured_ago(result.commit)
         out.print(f"{path.stem:24} {result.date}  {age.text}", soft_wrap=True, markup=False)
         for fault in filter(None, (age.fault, _summarise(result))):
             err.print(f"[red]error:[/] {path.name}: {fault}", soft_wrap=True)
             faults += 1
-    for page in pages:
-        sections = [result.markdown() for result in results.values() if page_of(result.experiment) == page]
+        pages[page_of(result.experiment)].append(result.markdown())
+    for page, sections in pages.items():
         (RESULTS / f"{page}.md").write_text("\n".join([f"# Results: {page}\n", *sections]))
     if faults:
         raise typer.Exit(1)

@@ -17,6 +17,7 @@ from typing import Literal
 import psutil
 
 from hearth.errors import BadSetting, ModelDoesNotFit
+from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_bytes
@@ -30,14 +31,13 @@ from tools.bench.plans import (
     Name,
     Row,
     baseline_of,
-    depth_note,
     describe,
     plan_for,
     predicted_again,
     reference_plan,
 )
 from tools.bench.profiles import Profiles, Report
-from tools.bench.shapes import Shape, config_key, save_random_model
+from tools.bench.shapes import Shape, save_random_model
 from tools.bench.stats import paired_ratio, rotated
 from tools.interrupts import shielded
 from tools.testbed import Scenario, Testbed
@@ -120,7 +120,7 @@ class Models:
 
     def get(self, shape: Shape, num_layers: int | None, seq_len: int) -> StoredModel:
         config = shape.shortened(num_layers, seq_len)
-        key = config_key(config)
+        key = json.dumps(config, sort_keys=True)  # equal for configurations with equal checkpoints
         if key not in self._made:
             at = self._folder / f"{len(self._made)}" / shape.name
             at.mkdir(parents=True)
@@ -213,7 +213,7 @@ class Bench:
         self._testbed.set_mbit(setting.mbit)
         cluster = self._profiles.profiled(model, names, setting.seq_len, setting.mbit)
         rescaled = self._profiles.rescaled(cluster, model, setting.seq_len)
-        notes = {entry: self._notes(entry, setting, model, cluster) for entry in setting.entries}
+        notes = {entry: self._notes(entry, setting, model.spec) for entry in setting.entries}
         prepared = _Prepared(setting, model, cluster, rescaled, notes)
         plans: dict[Entry, TransformerPlan | None] = {}
         for entry in setting.entries:
@@ -245,13 +245,11 @@ class Bench:
         """Rate of a device's link in bytes per second."""
         return self._testbed.mbit(name, mbit) * 1e6 / 8
 
-    def _notes(self, entry: Entry, setting: Setting, model: StoredModel, cluster: ClusterProfile) -> list[str]:
+    @staticmethod
+    def _notes(entry: Entry, setting: Setting, spec: ModelSpec) -> list[str]:
         found = []
-        depth = setting.shape.num_layers
-        if depth > model.spec.num_layers:
-            found.append(f"{model.spec.num_layers} of its {depth} layers")
-        if note := depth_note(entry, model.spec, depth, cluster, setting.seq_len):
-            found.append(note)
+        if setting.shape.num_layers > spec.num_layers:
+            found.append(f"{spec.num_layers} of its {setting.shape.num_layers} layers")
         if entry.strategy in GLOO:
             found.append("sent bytes are the interfaces', with headers")
         return found

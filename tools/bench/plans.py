@@ -12,7 +12,6 @@ from pydantic import Field
 
 from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
-from hearth.errors import ModelDoesNotFit
 from hearth.plan.common import ValueFormatName, WireFormat
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
@@ -118,17 +117,6 @@ def reference_plan(spec: ModelSpec, cluster: ClusterProfile, seq_len: int) -> Tr
     """The plan on one device without memory limits, whose output is the reference."""
     unlimited = tuple(device.model_copy(update={"budget_bytes": _PLENTY_BYTES}) for device in cluster.devices)
     return plan_for(REFERENCE, spec, cluster.model_copy(update={"devices": unlimited}), seq_len)
-
-
-def depth_note(entry: Entry, spec: ModelSpec, num_layers: int, cluster: ClusterProfile, seq_len: int) -> str:
-    """A note if the full-depth model would not fit; empty if it would, or if all layers are run."""
-    if num_layers <= spec.num_layers or entry.strategy in GLOO:
-        return ""
-    try:
-        plan_for(entry, spec.model_copy(update={"num_layers": num_layers}), cluster, seq_len)
-    except ModelDoesNotFit as error:
-        return f"all {num_layers} layers would not fit: {format_bytes(error.missing_bytes)} are missing"
-    return ""
 
 
 def describe(plan: TransformerPlan) -> str:

@@ -6,7 +6,6 @@ Decoders run a prefill (one pass over a prompt with causal attention), as in the
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,8 +123,3 @@ def save_random_model(directory: Path, config: dict[str, Any], seed: int = 0, dt
     del model
     gc.collect()
     return directory
-
-
-def config_key(config: dict[str, Any]) -> str:
-    """Cache key: equal for configurations with equal checkpoints."""
-    return json.dumps(config, sort_keys=True)

@@ -13,10 +13,11 @@ computed with the prefix cache and without.
 from __future__ import annotations
 
 import statistics
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, count
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import Field, TypeAdapter
 
@@ -39,6 +40,7 @@ _MODEL: dict[str, Any] = {
     "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 16000, "max_position_embeddings": 2048,
     "eos_token_id": None,
 }  # fmt: skip
+_MBIT = 500.0  # real rate of the links
 _NO_GUESSES = -1.0
 _SCOPES = {"cached": "bench", "whole": ""}  # of requests with the prefix cache and without
 
@@ -46,8 +48,20 @@ _SCOPES = {"cached": "bench", "whole": ""}  # of requests with the prefix cache 
 class _Shortcut(Decoding):
     """A decoder on one device and on two."""
 
-    mbit: float = Field(500.0, ge=1)  # real rate
-    strategies: tuple[Literal["local", "hmp"], ...] = ("local", "hmp")
+    draft: Model | None = None  # None: guesses take no time, as those that are looked up
+
+    def measure(self, context: Context) -> Iterator[Any]:
+        with self.home(context) as home:
+            draft = self.stored(self.draft, context.folder / "draft") if self.draft is not None else None
+            cluster = home.profile(_MBIT)
+            for strategy in ("local", "hmp"):
+                plan = home.load(strategy, cluster, _MBIT, draft)
+                yield from self._rows(home, plan)
+                home.engine.unload(strategy)
+
+    @abstractmethod
+    def _rows(self, home: Decoder, plan: TransformerPlan) -> Iterator[Any]:
+        """Measure a plan that is loaded."""
 
 
 class SpeculationRow(Record):
@@ -88,20 +102,10 @@ class Speculation(_Shortcut):
 
     model: Model = _MODEL
     weights: WeightFormat = "float32"
-    draft: Model | None = None  # None: guesses take no time, as those that are looked up
     right: tuple[float, ...] = (0.0, 0.3, 0.6, 0.9)
     prompt_tokens: int = Field(32, ge=1)
     new_tokens: int = Field(160, ge=16)
     repeat_disturbed: bool = False
-
-    def measure(self, context: Context) -> Iterator[SpeculationRow]:
-        with self.home(context) as home:
-            draft = self.stored(self.draft, context.folder / "draft") if self.draft is not None else None
-            cluster = home.profile(self.mbit)
-            for strategy in self.strategies:
-                plan = home.load(strategy, cluster, self.mbit, draft)
-                yield from self._rows(home, plan)
-                home.engine.unload(strategy)
 
     def _rows(self, home: Decoder, plan: TransformerPlan) -> Iterator[SpeculationRow]:
         strategy, prompt = plan.body.strategy, home.prompt
@@ -210,14 +214,7 @@ class PrefixCache(_Shortcut):
     step_rows: int | None = Field(512, ge=1)
     new_tokens: int = Field(4, ge=2)  # of an answer, which are compared
 
-    def measure(self, context: Context) -> Iterator[PrefixRow]:
-        with self.home(context) as home:
-            cluster = home.profile(self.mbit)
-            for strategy in self.strategies:
-                yield self._row(home, home.load(strategy, cluster, self.mbit))
-                home.engine.unload(strategy)
-
-    def _row(self, home: Decoder, plan: TransformerPlan) -> PrefixRow:
+    def _rows(self, home: Decoder, plan: TransformerPlan) -> Iterator[PrefixRow]:
         strategy, vocab_size = plan.body.strategy, plan.model.vocab_size
         num_prefix = (self.prompt_tokens - self.other_tokens) // KV_BLOCK_TOKENS * KV_BLOCK_TOKENS
         num_other, prefix = self.prompt_tokens - num_prefix, made_up_prompt(vocab_size, num_prefix)
@@ -236,7 +233,7 @@ class PrefixCache(_Shortcut):
             tuple(each["times"][0] - each["submitted"] for each in answers) for answers in found.values()
         )  # fmt: skip
         pairs = zip(found["cached"], found["whole"], strict=True)
-        return PrefixRow(
+        yield PrefixRow(
             strategy=strategy, devices=describe(plan), weights=self.weights, layers=plan.model.num_layers,
             instruction_set=", ".join(dict.fromkeys(device.instruction_set for device in home.scenario.devices)),
             prefix_tokens=num_prefix, other_tokens=num_other, cached=cached, whole=whole,
@@ -254,7 +251,7 @@ class PrefixCache(_Shortcut):
             "share": lambda row: f"{row.share.median:.1%} [{row.share.low:.1%}, {row.share.high:.1%}]",
             "same answers": lambda row: f"{row.same_tokens} of {len(row.cached)}",
         }
-        title = f"Time to the first token, {self.mbit:.0f} Mbit/s"
+        title = f"Time to the first token, {_MBIT:.0f} Mbit/s"
         return Summary(
             conclusions=tuple(f"{row.strategy}: {row.disturbed}" for row in rows if row.disturbed),
             tables=(Table.of_columns(title, columns, rows),),

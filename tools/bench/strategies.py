@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, TypeAdapter
 
@@ -19,7 +19,7 @@ from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting
 from tools.bench.plans import GLOO, Lz4, Name, Row, by_setting, entries, table_of
 from tools.bench.results import Summary
 from tools.bench.shapes import Shape, find_shape
-from tools.bench.stats import paired_ratio, percentile
+from tools.bench.stats import percentile
 from tools.testbed import Scenario, load_scenario
 
 Mbit = Annotated[float, Field(ge=0.01, le=100_000)]  # what can be emulated
@@ -90,7 +90,7 @@ class Strategies(Experiment):
         "codec": {
             "title": "lz4 on activations, over sending them as they are", "layers": 2, "strategies": ["hmp"],
             "wires": ["exact", "bf16"], "lz4": ["off", "auto", "on"], "baseline": "lz4 off", "mbit": [20, 1000],
-            "conclusions": ["speedup", "lz4"],
+            "conclusions": ["speedup"],
         },
     }  # fmt: skip
 
@@ -113,11 +113,7 @@ class Strategies(Experiment):
     rounds: int = Field(15, ge=MIN_ROUNDS)
     repeat_disturbed: bool = True  # measure again what other programs disturbed
     interleave: bool = False  # interleave all settings of a model, because they are compared with each other
-    conclusions: tuple[Literal["speedup", "prediction", "auto", "scaling", "lz4"], ...] = (
-        "speedup",
-        "prediction",
-        "auto",
-    )
+    conclusions: tuple[Literal["speedup", "prediction", "auto", "scaling"], ...] = ("speedup", "prediction", "auto")
 
     def measure(self, context: Context) -> Iterator[Row]:
         if self.mbit and self.paper_mbit:
@@ -189,20 +185,6 @@ def say_prediction(rows: Sequence[Row]) -> Iterator[str]:
             )
 
 
-def say_lz4(rows: Sequence[Row]) -> Iterator[str]:
-    """For each setting and format, the automatic choice against the better of always on and off, in the same rounds."""
-    for group in by_setting(rows):
-        for strategy, wire in dict.fromkeys((row.strategy, row.wire) for row in group):
-            found = {row.lz4: row for row in group if (row.strategy, row.wire) == (strategy, wire) and row.seconds}
-            if len(found) == len(get_args(Lz4)):
-                better = min((found["on"], found["off"]), key=lambda row: row.median_seconds)
-                ratio = paired_ratio(found["auto"].seconds, better.seconds)
-                yield (
-                    f"{group[0].setting}: {strategy} {wire} with lz4 auto takes {ratio.median:.2f} {ratio.interval} of "
-                    f"the time with lz4 {better.lz4}, the better of on and off"
-                )
-
-
 def say_auto(rows: Sequence[Row]) -> Iterator[str]:
     """Compare auto with the best single device, and with the best strategy measured in the same setting."""
     gains, regrets = [], []
@@ -255,5 +237,4 @@ def layer_flops(seq_len: int, hidden: int) -> float:
 
 _CONCLUSIONS: Mapping[str, Callable[[Sequence[Row]], Iterable[str]]] = {
     "speedup": say_speedup, "prediction": say_prediction, "auto": say_auto, "scaling": say_scaling,
-    "lz4": say_lz4,
 }  # fmt: skip
