@@ -6,9 +6,10 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import psutil
@@ -136,9 +137,20 @@ def _cut_link(home: FaultHome, target: str, chance: random.Random) -> list[Repai
 
 
 def _part_peers(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    other = _other(home, target, chance)
-    home.testbed.network.part(target, other)
-    return [Repair(_CUT_SECONDS, lambda: home.testbed.network.rejoin(target, other))]
+    return _part(home, [target], [_other(home, target, chance)])
+
+
+def _part(home: FaultHome, near: Sequence[str], far: Sequence[str]) -> list[Repair]:
+    """Cut the network between two groups of devices."""
+    pairs = list(product(near, far))
+    for pair in pairs:
+        home.testbed.network.part(*pair)
+
+    def rejoin() -> None:
+        for pair in pairs:
+            home.testbed.network.rejoin(*pair)
+
+    return [Repair(_CUT_SECONDS, rejoin)]
 
 
 def _reset_data(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
@@ -180,18 +192,16 @@ def _await_phase(home: FaultHome, *phases: str) -> None:
         time.sleep(0.01)  # as short as the shortest phase
 
 
-def _lose_a_second(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    other = _other(home, target, chance)
-    repairs = _kill_agent(home, target, chance)
-    _await_phase(home, "settling", "profiling", "planning", "pushing")
-    return [*repairs, *_kill_agent(home, other, chance)]
+def _loses_two(*phases: str) -> Act:
+    """Kill an agent, and another one in one of these phases of the recovery."""
 
+    def act(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+        other = _other(home, target, chance)
+        repairs = _kill_agent(home, target, chance)
+        _await_phase(home, *phases)
+        return [*repairs, *_kill_agent(home, other, chance)]
 
-def _lose_while_loading(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    other = _other(home, target, chance)
-    repairs = _kill_agent(home, target, chance)
-    _await_phase(home, "loading", "warming")
-    return [*repairs, *_kill_agent(home, other, chance)]
+    return act
 
 
 def _lose_while_changing(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
@@ -250,16 +260,7 @@ def _choose_side(home: FaultHome, chance: random.Random) -> str:
 def _part_coordinators(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
     """Part the network in two, with a coordinator on each side."""
     far = target.split(",")
-    near = [HUB, *(name for name in home.names if name not in far)]
-    pairs = [(one, other) for one in near for other in far]
-
-    def rejoin() -> None:
-        for one, other in pairs:
-            home.testbed.network.rejoin(one, other)
-
-    for one, other in pairs:
-        home.testbed.network.part(one, other)
-    return [Repair(_CUT_SECONDS, rejoin)]
+    return _part(home, [HUB, *(name for name in home.names if name not in far)], far)
 
 
 # Limits: targets on wired links and an idle machine. Those of several losses are the sums of the single ones. That of all
@@ -276,8 +277,8 @@ FAULTS: dict[str, Fault] = {
     "control connection reset": Fault(_reset_control, 0.5),
     "store full": Fault(_fill_store),
     "power cycled": Fault(_power_cycle, _POWER_SECONDS),
-    "second loss": Fault(_lose_a_second, 2 * _AGENT_SECONDS),
-    "loss while loading": Fault(_lose_while_loading, 2 * _AGENT_SECONDS),
+    "second loss": Fault(_loses_two("settling", "profiling", "planning", "pushing"), 2 * _AGENT_SECONDS),
+    "loss while loading": Fault(_loses_two("loading", "warming"), 2 * _AGENT_SECONDS),
     "loss while the plan changes": Fault(_lose_while_changing, 2 * _AGENT_SECONDS),
     "ten losses in a row": Fault(_lose_ten, _LOSSES * _AGENT_SECONDS),
     "all but one lost": Fault(_lose_all_but_one, _GONE_SECONDS[1] + _POWER_SECONDS),

@@ -183,13 +183,11 @@ class FaultHome:
 
     def planned(self) -> list[str]:
         """The names of the devices of the plan, once the coordinator answers. Raises InternalError."""
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while not (found := self.look().planned):
-            if time.monotonic() > deadline:
-                reason = f"it names no plan within {_ANSWER_SECONDS:g} s; its log ends: {self.logs_since({}, 500)}"
-                raise InternalError(where="the coordinator", reason=reason)
-            time.sleep(_POLL_SECONDS)
-        return found
+        state = self.wait_for(lambda state: bool(state.planned), _ANSWER_SECONDS)
+        if state is None:
+            reason = f"it names no plan within {_ANSWER_SECONDS:g} s; its log ends: {self.logs_since({}, 500)}"
+            raise InternalError(where="the coordinator", reason=reason)
+        return state.planned
 
     def learning_seconds(self) -> float:
         """Seconds until the coordinator knows how long its devices usually are silent."""
@@ -240,14 +238,14 @@ class FaultHome:
             if now > deadline:
                 return False, happened
 
-    def wait_for(self, holds: Callable[[HomeState], bool], seconds: float) -> bool:
-        """Look at the coordinator until a condition holds; returns whether it does within `seconds`."""
+    def wait_for(self, holds: Callable[[HomeState], bool], seconds: float) -> HomeState | None:
+        """Look at the coordinator until a condition holds; returns the state in which it does, None if not within `seconds`."""
         deadline = time.monotonic() + seconds
-        while not holds(self.look()):
+        while not holds(state := self.look()):
             if time.monotonic() > deadline:
-                return False
+                return None
             time.sleep(_POLL_SECONDS)
-        return True
+        return state
 
     def log_sizes(self) -> dict[str, int]:
         """Characters of the log of each coordinator and agent, by its name."""

@@ -66,9 +66,8 @@ class Served(BaseModel):
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan to measure, made by `strategy` once and deployed in every round."""
+    """A plan to measure, made once and deployed in every round."""
 
-    strategy: str
     plan: GraphPlan
     served: Served
 
@@ -106,15 +105,15 @@ class GraphHome(ClientProcess):
         plan = plan_from_json(text, GraphPlan)
         predicted, throughput = plan.predicted, self._objective == "throughput"
         seconds = predicted.bottleneck_seconds if throughput else predicted.latency_seconds
-        return self.candidate(label, strategy, plan, seconds)
+        return self.candidate(label, plan, seconds)
 
-    def candidate(self, label: str, strategy: str, plan: GraphPlan, predicted_seconds: float) -> Candidate:
+    def candidate(self, label: str, plan: GraphPlan, predicted_seconds: float) -> Candidate:
         served = Served(
             label=label, strategy=plan.planner, wire=plan.wire.values, mbit=self._mbit,
             devices=tuple(device.name for device in plan.devices), segments=len(plan.body.segments),
             predicted_seconds=predicted_seconds, stage_seconds=tuple(device.compute_seconds for device in plan.devices),
         )  # fmt: skip
-        return Candidate(strategy, plan, served)
+        return Candidate(plan, served)
 
     def measure(
         self, candidates: Sequence[Candidate], load: Callable[[GraphPlan], Mapping[str, Any]], rounds: int
@@ -145,7 +144,7 @@ class GraphHome(ClientProcess):
         path = self._testbed.folder / "plan.json"
         path.write_text(candidate.plan.model_dump_json())
         coordinator = self._testbed.start_coordinator(
-            *self._options, "--wire", candidate.served.wire, "--strategy", candidate.strategy,
+            *self._options, "--wire", candidate.served.wire, "--strategy", candidate.served.strategy,
             "--plan", str(path), "--min-devices", str(len(self._devices)),
             "--no-learn", "--time-limit", f"{_AHEAD_SECONDS:g}",
         )  # fmt: skip

@@ -131,7 +131,7 @@ class GraphLatency(_Graphs):
                 elif faster is not None:
                     seconds = repriced_seconds(spec, faster, mbit)
                     label = f"moirai's plan of the faster link, {at}"
-                    candidates.append(home.candidate(label, "moirai", faster, seconds))
+                    candidates.append(home.candidate(label, faster, seconds))
                 yield from home.measure(candidates, lambda _: one_by_one, self.rounds)
 
     def summary(self, rows: Sequence[Served]) -> Summary:

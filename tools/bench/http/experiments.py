@@ -15,16 +15,11 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
 
 from pydantic import Field, TypeAdapter
 
-from coordinator.http.openai.chat import ChatCompletion
-from coordinator.serve.text.prompts import TextTokenizer
-from hearth.client.answers import chat_message
-from hearth.plan.transformer import KV_BLOCK_TOKENS
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.generation import LLAMA
 from tools.bench.http.home import TINY, HttpHome, chat_directory, http_home
@@ -93,10 +88,10 @@ class HttpOverhead(Experiment):
             tokens, gateway_seconds = [], []
             for number in range(self.rounds):
                 context.report(f"{self.streams} streams, round {number + 1} of {self.rounds}")
-                used = _cpu_seconds(home)
+                used = home.gateway_seconds()
                 bodies = [self._body(seed) for seed in range(self.streams)]
                 tokens.append(home.clients.call("streams", 600.0, token=token, bodies=bodies)["tokens"])
-                gateway_seconds.append(_cpu_seconds(home) - used)
+                gateway_seconds.append(home.gateway_seconds() - used)
             yield OverheadRow(
                 http=tuple(http), direct=tuple(direct), num_streams=self.streams, tokens=tuple(tokens),
                 gateway_seconds=tuple(gateway_seconds), disturbed=load_between([(began, snapshot())]).distrust,
@@ -121,11 +116,6 @@ class HttpOverhead(Experiment):
 
     def summary(self, rows: Sequence[OverheadRow]) -> Summary:
         return summarise("The HTTP gateway's overhead", [finding for row in rows for finding in _of_overhead(row)])
-
-
-def _cpu_seconds(home: HttpHome) -> float:
-    times = home.gateway().cpu_times()
-    return float(times.user + times.system)
 
 
 def _of_overhead(row: OverheadRow) -> Iterator[Finding]:
@@ -161,7 +151,6 @@ class TurnRow(Record):
     result_cold_seconds: float  # as another app: all is computed
     prompt_tokens: tuple[int, int, int]
     new_tokens: tuple[int, int, int]
-    added_tokens: int  # of the second prompt behind what it has in common with the first: call, result and their marks
     disturbed: str = ""  # why times cannot be trusted
 
 
@@ -179,8 +168,6 @@ class HttpTurns(Experiment):
         bodies = [{**recorded, **asked} for recorded in json.loads(RECORDED.read_text())]
         context.report("making the model")
         model = chat_directory(LLAMA, context.folder / _MODEL)
-        prompts = [_token_ids(TextTokenizer(model), body) for body in bodies]
-        added = len(prompts[_RESULT]) - _num_common(prompts[_COMMAND], prompts[_RESULT])
         with http_home(context, model, _DEVICES, "--context", "4096", "--weights", "int8") as home:
 
             def ask(token: str, body: Mapping[str, Any]) -> tuple[float, int, int]:
@@ -197,7 +184,7 @@ class HttpTurns(Experiment):
                 cold, _, _ = ask(other, bodies[_RESULT])
                 yield TurnRow(
                     result_seconds=seconds[_RESULT], result_cold_seconds=cold, prompt_tokens=prompt, new_tokens=new,
-                    added_tokens=added, disturbed=load_between([(began, snapshot())]).distrust,
+                    disturbed=load_between([(began, snapshot())]).distrust,
                 )  # fmt: skip
 
     def summary(self, rows: Sequence[TurnRow]) -> Summary:
@@ -209,10 +196,8 @@ def _of_turns(rows: Sequence[TurnRow]) -> Iterator[Finding]:
     for name, number in (("command", _COMMAND), ("result of the call", _RESULT), ("new conversation", _NEXT)):
         detail = f"of {first.prompt_tokens[number]}"
         yield without_target(f"new tokens, {name}", max(row.new_tokens[number] for row in rows), COUNT, detail)
-    most = max(row.new_tokens[_RESULT] for row in rows)
-    detail = f"call and result {first.added_tokens}, one block {KV_BLOCK_TOKENS}"
-    yield at_most("new tokens of the second request", most, first.added_tokens + KV_BLOCK_TOKENS, COUNT, detail)
-    yield at_most("their share of the prompt", most / first.prompt_tokens[_RESULT], _MOST_SHARE, PERCENT)
+    share = max(row.new_tokens[_RESULT] / row.prompt_tokens[_RESULT] for row in rows)
+    yield at_most("new tokens of the second request, share of its prompt", share, _MOST_SHARE, PERCENT)
     gains = [row.result_cold_seconds / row.result_seconds for row in rows]
     yield at_least(
         "first token of the second request: without the cache over with it", statistics.median(gains), _LEAST_GAIN, RATIO,
@@ -221,16 +206,3 @@ def _of_turns(rows: Sequence[TurnRow]) -> Iterator[Finding]:
     for row in rows:
         if row.disturbed:
             yield Finding(figure="disturbed", measured=row.disturbed)
-
-
-def _token_ids(tokenizer: TextTokenizer, body: Mapping[str, Any]) -> list[int]:
-    """The prompt of a request, as the coordinator makes it."""
-    prompt = ChatCompletion.read(body).prompt()
-    return tokenizer.encode_chat(
-        [chat_message(message) for message in prompt["messages"]], [json.dumps(tool) for tool in prompt["tools"]]
-    )
-
-
-def _num_common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens with which both begin."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))

@@ -50,13 +50,13 @@ class HttpHome:
         )
         return str(answer["token"])
 
-    def gateway(self) -> psutil.Process:
-        """The gateway's process. Raises InternalError if there is none."""
+    def gateway_seconds(self) -> float:
+        """Processor time of the gateway's process. Raises InternalError if there is none."""
         children = psutil.Process(self._coordinator).children(recursive=True)
         process = with_argument((child.pid for child in children), _GATEWAY)
         if process is None:
             raise InternalError(where="the gateway", reason="its process has ended; see coordinator.log")
-        return process
+        return float(sum(process.cpu_times()[:2]))
 
 
 @contextmanager
