@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 
-import pytest
-
 from tools.bench.experiment import make_experiment, read_settings
 from tools.bench.http.experiments import RECORDED, OverheadRow, TurnRow
 

@@ -241,14 +241,14 @@ def _lose_all_but_one(home: FaultHome, target: str, chance: random.Random) -> li
 
 def _kill_coordinator(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
     leader = home.leader()
-    process = home.coordinator(leader)
+    process = home.coordinators[leader]
     process.kill()
     process.wait()
     return [Repair(_RESTART_SECONDS, lambda: home.start_coordinator(leader))]
 
 
 def _stop_coordinator(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
-    return _stopped([home.coordinator(home.leader()).pid], chance)
+    return _stopped([home.coordinators[home.leader()].pid], chance)
 
 
 def _choose_side(home: FaultHome, chance: random.Random) -> str:

@@ -92,8 +92,7 @@ class FaultHome:
         self.names = agent_names(testbed)
         self._clients, self._model = clients, model
         self._apps: list[tuple[DeviceProcess, int]] = [(clients, CLIENTS)]  # processes, and the clients of each
-        self._coordinators: dict[str, subprocess.Popen[bytes]] = {}  # by device, and name
-        self._has_standby = False
+        self.coordinators: dict[str, subprocess.Popen[bytes]] = {}  # by device, and name
         self._served = 0.0  # since when the coordinator of the hub runs
         self._template_seconds: dict[int, float] = {}  # CPU time of the templates of workers, by pid, at the last look
         self._num_planned = 0  # devices of the first plan: a graph may leave some out
@@ -114,11 +113,13 @@ class FaultHome:
             self._apps.append((far, _FAR_CLIENTS))
         self._call("prepare", load=self.load)
         if standby:
-            self._start_standby()
+            device = self.names[-1]
+            self.start_coordinator(device)
+            wait_until("the standby", lambda: self._follows(device), _ANSWER_SECONDS)
+            self._call("use", addresses=",".join(map(self.testbed.address, (HUB, device))))
 
     def begin(self) -> None:
         """Start the load."""
-        self._call("take")
         for process, count in self._apps:
             process.call("begin", num_clients=count)
 
@@ -135,19 +136,11 @@ class FaultHome:
         }
         if device == HUB:
             options = (str(self._model), *of_load[self.load], "--min-devices", str(len(self.names)), "--name", HUB)
-            self._coordinators[HUB] = self.testbed.start_coordinator(*options)
+            self.coordinators[HUB] = self.testbed.start_coordinator(*options)
             self._served = time.monotonic()
         else:
             options = ("--standby", "--leader", self.testbed.address(HUB), "--name", device)
-            self._coordinators[device] = self.testbed.start_coordinator(*options, device=device)
-
-    def _start_standby(self) -> None:
-        """Start the standby, wait until it has the leader's state, and tell the clients its address."""
-        device = self.names[-1]
-        self.start_coordinator(device)
-        wait_until("the standby", lambda: self._follows(device), _ANSWER_SECONDS)
-        self._call("use", addresses=",".join(map(self.testbed.address, (HUB, device))))
-        self._has_standby = True
+            self.coordinators[device] = self.testbed.start_coordinator(*options, device=device)
 
     def _follows(self, device: str) -> bool:
         """Whether the coordinator of a device follows another one and has a copy of its state."""
@@ -163,9 +156,6 @@ class FaultHome:
     def leader(self) -> str:
         """The device of the coordinator that leads."""
         return self.look(devices=False).coordinator or HUB
-
-    def coordinator(self, device: str) -> subprocess.Popen[bytes]:
-        return self._coordinators[device]
 
     # ---- observing ------------------------------------------------------------------------------------------------
 
@@ -207,8 +197,7 @@ class FaultHome:
         return self.is_complete(state) and spares and self._templates_are_idle() and self._is_followed(state)
 
     def _is_followed(self, state: HomeState) -> bool:
-        others = [device for device in self._coordinators if device != state.coordinator]
-        return not self._has_standby or (len(others) == 1 and self._follows(others[0]))
+        return all(self._follows(device) for device in self.coordinators if device != state.coordinator)
 
     def _templates_are_idle(self) -> bool:
         """Whether they have used no CPU time since the last look."""

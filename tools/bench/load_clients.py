@@ -125,12 +125,9 @@ class LoadClients(HomeClients):
             await self._work.prepare(home)
             self._references = [await self._work.answer(home, item, lambda: None) for item in range(POOL_SIZE)]
 
-    async def use(self, addresses: str) -> None:
+    def use(self, addresses: str) -> None:
         """Connect to these coordinators from now on: hosts separated by commas."""
         self._address = addresses
-        if self._observer is not None:
-            await self._observer.close()
-            self._observer = None
 
     async def begin(self, num_clients: int) -> None:
         """Start the clients. Raises the errors of connecting."""
