@@ -22,7 +22,7 @@ from pydantic import Field, TypeAdapter
 
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.generation import LLAMA
-from tools.bench.http.home import TINY, HttpHome, chat_directory, http_home
+from tools.bench.http.home import TINY, chat_directory, http_home
 from tools.bench.load import load_between, snapshot
 from tools.bench.results import (
     COUNT,
@@ -42,7 +42,7 @@ _CHAT = [{"role": "user", "content": "Is the light on?"}]
 _WARM_UP = 20  # pairs that do not count
 _MOST_DELAY_SECONDS, _LEAST_PAIRS = 0.005, 200  # target: median delay, over at least so many pairs
 _MOST_TOKEN_SECONDS = 0.0005  # target: processor time of the gateway for a token
-_BATCH = 50  # pairs of one call, whose answer has a timeout
+_LONG_SECONDS = 600.0  # timeout of what the clients are told to do
 _MILLISECONDS = "{:.2f} ms".format
 
 
@@ -84,30 +84,23 @@ class HttpOverhead(Experiment):
         with http_home(context, model, 1, *options) as home:
             token = home.new_app("bench")
             began = snapshot()
-            http, direct = self._pairs(home, token, context)
+            context.report(f"{self.pairs} pairs")
+            body = {"model": "tiny", "messages": _CHAT, "max_tokens": 4, "temperature": 0}
+            found = home.clients.call(
+                "first_tokens", _LONG_SECONDS, token=token, body=body, pairs=_WARM_UP + self.pairs
+            )
             tokens, gateway_seconds = [], []
             for number in range(self.rounds):
                 context.report(f"{self.streams} streams, round {number + 1} of {self.rounds}")
                 used = home.gateway_seconds()
                 bodies = [self._body(seed) for seed in range(self.streams)]
-                tokens.append(home.clients.call("streams", 600.0, token=token, bodies=bodies)["tokens"])
+                tokens.append(home.clients.call("streams", _LONG_SECONDS, token=token, bodies=bodies)["tokens"])
                 gateway_seconds.append(home.gateway_seconds() - used)
             yield OverheadRow(
-                http=tuple(http), direct=tuple(direct), num_streams=self.streams, tokens=tuple(tokens),
+                http=tuple(found["http"][_WARM_UP:]), direct=tuple(found["direct"][_WARM_UP:]),
+                num_streams=self.streams, tokens=tuple(tokens),
                 gateway_seconds=tuple(gateway_seconds), disturbed=load_between([(began, snapshot())]).distrust,
             )  # fmt: skip
-
-    def _pairs(self, home: HttpHome, token: str, context: Context) -> tuple[list[float], list[float]]:
-        body = {"model": "tiny", "messages": _CHAT, "max_tokens": 4, "temperature": 0}
-        home.clients.call("first_tokens", token=token, body=body, pairs=_WARM_UP)
-        http: list[float] = []
-        direct: list[float] = []
-        while len(http) < self.pairs:
-            context.report(f"{len(http)} of {self.pairs} pairs")
-            found = home.clients.call("first_tokens", token=token, body=body, pairs=min(_BATCH, self.pairs - len(http)))
-            http += found["http"]
-            direct += found["direct"]
-        return http, direct
 
     def _body(self, seed: int) -> dict[str, Any]:
         """A chat that is sampled with a seed of its own, so that each stream has its own text."""
@@ -139,7 +132,6 @@ RECORDED = Path(__file__).with_name("turn.json")
 _COMMAND, _RESULT, _NEXT = range(3)  # of the recorded requests
 _MODEL = "model"
 _MOST_SHARE, _LEAST_GAIN = 0.08, 8.0  # targets: new tokens in the prompt; first token without the cache over with it
-_ANSWER_SECONDS = 600.0
 _NEW_TOKENS = 4  # of an answer
 _DEVICES = 3
 
@@ -171,7 +163,7 @@ class HttpTurns(Experiment):
         with http_home(context, model, _DEVICES, "--context", "4096", "--weights", "int8") as home:
 
             def ask(token: str, body: Mapping[str, Any]) -> tuple[float, int, int]:
-                found = home.clients.call("ask", _ANSWER_SECONDS, token=token, body=body)
+                found = home.clients.call("ask", _LONG_SECONDS, token=token, body=body)
                 usage = found["usage"]
                 cached = usage["prompt_tokens_details"]["cached_tokens"]
                 return found["first_seconds"], usage["prompt_tokens"], usage["prompt_tokens"] - cached
