@@ -17,17 +17,19 @@ from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import best_schedule
 from coordinator.plan.graph.latency.search import solve_doppler, solve_moirai
-from coordinator.plan.solution import SearchOptions
+from coordinator.plan.solution import SearchOptions, Stop
 from coordinator.serve.planners.policies import usable_policy
 from hearth.errors import ModelDoesNotFit, NoPlacement
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.results import Record, Summary, Table
 from tools.research.graphs import GRAPHS, HOMES, GraphName, HomeName, tensor_graph
+from tools.research.lists import best_list_schedule
 
 # `doppler`, with a policy that learns at home (`policy`), and `moirai` are planners of Hearth, the others the paper's.
-Search = Literal["doppler", "policy", "moirai"]
-Trained = Literal["doppler-sim", "sel-only", "plc-only"]
-Method = Literal["local", "critical-path", "best-list", "enumerative", "placeto", Trained, Search]
+Method = Literal[
+    "local", "critical-path", "best-list", "enumerative", "placeto", "doppler-sim", "sel-only", "plc-only", "doppler", "policy",
+    "moirai",
+]  # fmt: skip
 _STAGE_III = "doppler-sys"  # Doppler with stage III, of the paper only
 HEADINGS = {
     "local": "1 device", "critical-path": "Critical Path", "placeto": "Placeto", "enumerative": "EnumOpt",
@@ -35,19 +37,17 @@ HEADINGS = {
     "best-list": "best list", "moirai": "moirai", "policy": "doppler --learn", "doppler": "doppler",
 }  # fmt: skip
 _FITTING_SECONDS = 10.0  # for list schedules that run out of memory: to find an assignment that fits, which takes less
-_ROUNDING = 1e-9  # relative: sums of floats in another order
 
 
 class Setting(NamedTuple):
     """What the problems of a table share."""
 
     home: HomeName
-    devices: int
     memory: float
 
     def __str__(self) -> str:
         memory = "" if self.memory >= 1 else f", each with memory for {self.memory:.0%} of the weights"
-        return f"{self.home}, {self.devices} devices{memory}"
+        return f"{self.home}, 4 devices{memory}"
 
 
 class DopplerRow(Record):
@@ -56,7 +56,6 @@ class DopplerRow(Record):
     method: Method
     graph: GraphName
     home: HomeName
-    devices: Literal[4] = 4
     memory: float  # of each device, as a share of all weights
     makespan: float | None = None  # of the best plan; of a learnt method, the best one of training
     greedy: float | None = None  # of the most probable choices of a learnt method's final policy
@@ -67,7 +66,7 @@ class DopplerRow(Record):
 
     @property
     def setting(self) -> Setting:
-        return Setting(self.home, self.devices, self.memory)
+        return Setting(self.home, self.memory)
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -118,51 +117,45 @@ class Doppler(Experiment):
         by_setting: dict[Setting, list[DopplerRow]] = {}
         for row in rows:
             by_setting.setdefault(row.setting, []).append(row)
-        worse = [f"{graph}, {setting}" for setting, found in by_setting.items() for graph in _worse(found)]
         return Summary(
             conclusions=tuple(line for setting, found in by_setting.items() for line in _gains(setting, found)),
             tables=tuple(_main_table(setting, found) for setting, found in by_setting.items()),
-            failure=f"doppler is worse than a list schedule: {'; '.join(worse)}" if worse else "",
         )
 
     def _found(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
         """The fields of a row that are measured."""
-        special = {"best-list": self._best_list, "placeto": self._placeto}
-        special |= dict.fromkeys(get_args(Search), self._search) | dict.fromkeys(get_args(Trained), self._train)
-        measure = special.get(method, self._baseline)
         began = time.process_time()
         try:
-            found = measure(method, problem)
+            found = self._plan(method, problem)
         except (NoPlacement, ModelDoesNotFit):
             found = {}
         return {**found, "processor_seconds": time.process_time() - began}
 
-    def _baseline(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
-        options = SearchOptions(_FITTING_SECONDS, self.seed, time.process_time)
-        return {"makespan": solve_baseline(method, problem, options).value}
-
-    def _search(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
+    def _plan(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
         options = SearchOptions(self.seconds, self.seed, time.process_time)
-        if method == "moirai":
-            found = solve_moirai(problem, options)
-        elif method == "doppler":
-            found = solve_doppler(problem, options)
-        else:
-            found = HomePolicy(usable_policy(), self.training_seconds).solve(problem, options)
+        match method:
+            case "placeto":
+                return self._placeto(problem)
+            case "doppler-sim" | "sel-only" | "plc-only":
+                return self._train(method, problem)
+            case "best-list":
+                return {"makespan": best_list_schedule(problem, _FITTING_SECONDS).makespan}
+            case "moirai":
+                found = solve_moirai(problem, options)
+            case "doppler":
+                found = solve_doppler(problem, options)
+            case "policy":
+                found = HomePolicy(usable_policy(), self.training_seconds).solve(problem, options)
+            case _:
+                found = solve_baseline(method, problem, options._replace(time_limit_seconds=_FITTING_SECONDS))
         return {"makespan": found.value, "bound": found.bound, "proven": found.proven}
 
-    def _best_list(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
-        from tools.research.placeto import best_list_schedule  # imports torch, which planners do not
-
-        return {"makespan": best_list_schedule(problem, _FITTING_SECONDS).makespan}
-
-    def _placeto(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
+    def _placeto(self, problem: PlacementProblem) -> dict[str, Any]:
         """Placeto, from the best list schedule on."""
-        from tools.research.placeto import Placeto, best_list_schedule
+        from tools.research.placeto import Placeto  # imports torch, which planners do not
 
         start = best_list_schedule(problem, _FITTING_SECONDS)
-        placeto = Placeto(problem, start, default_rng(self.seed), time.process_time)
-        found = placeto.run(time.process_time() + self.training_seconds, self.episodes)
+        found = Placeto(problem, start, default_rng(self.seed)).run(self.episodes, self._training_limit())
         greedy = found.greedy and found.greedy.makespan
         return {"makespan": found.best.makespan, "greedy": greedy, "num_episodes": found.num_episodes}
 
@@ -174,9 +167,9 @@ class Doppler(Experiment):
 
         rules = Rules(learns_operators=method != "plc-only", learns_devices=method != "sel-only")
         trainer = Trainer(problem, self.seed, rules, Shape())
-        deadline = time.process_time() + self.training_seconds
+        stop = self._training_limit()
         trainer.imitate(self.imitation)
-        trainer.reinforce(self.episodes, lambda: time.process_time() >= deadline)
+        trainer.reinforce(self.episodes, stop)
         greedy, best = trainer.greedy(), trainer.best
         placements = {
             "makespan": best, "greedy": greedy.placements()[0] if greedy.fits_B.all() else None
@@ -185,6 +178,10 @@ class Doppler(Experiment):
             "num_episodes": trainer.num_episodes,
             **{name: each and best_schedule(problem, *each).makespan for name, each in placements.items()},
         }
+
+    def _training_limit(self) -> Stop:
+        deadline = time.process_time() + self.training_seconds
+        return lambda: time.process_time() >= deadline
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------
@@ -232,17 +229,6 @@ def _gains(setting: Setting, rows: Sequence[DopplerRow]) -> list[str]:
         if factors:
             said.append(f"{HEADINGS[name]} {min(factors):.2f} to {max(factors):.2f}")
     return [f"{setting}: makespans over those of doppler: {', '.join(said)}"] if said else []
-
-
-def _worse(rows: Sequence[DopplerRow]) -> list[GraphName]:
-    """The graphs on which the planner is worse than a list schedule, from which it starts."""
-    lists = ("best-list", "critical-path", "enumerative", "local")
-    found = []
-    for ours in (row for row in rows if row.method == "doppler"):
-        theirs = [row.best for row in rows if row.graph == ours.graph and row.method in lists and row.best]
-        if ours.best and theirs and ours.best > min(theirs) * (1 + _ROUNDING):
-            found.append(ours.graph)
-    return found
 
 
 # ---- the paper's figures: milliseconds, the mean of ten runs of the best assignment that each method found --------------

@@ -16,6 +16,7 @@ import math
 import highspy
 import numpy as np
 
+from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.list_scheduling import (
     PartialSchedule,
     mean_seconds,
@@ -28,6 +29,11 @@ from coordinator.plan.linear import LinearProgram, Vector
 
 # Edges with a relaxed transfer variable below this count as without transfer; the default of Baechi's published code.
 _FAVOURITE_THRESHOLD = 0.5
+
+
+def best_list_schedule(problem: PlacementProblem, seconds: float) -> Schedule:
+    """The best schedule of Hearth's list schedulers, contended HEFT included. Raises as `list_schedules`."""
+    return min(list_schedules(problem, seconds, "best-list"), key=lambda each: each.makespan)
 
 
 def getf(problem: PlacementProblem) -> Schedule:

@@ -13,7 +13,7 @@ Shape letters: N operators, S steps of an episode, F features, W width, K device
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -23,11 +23,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
 
-from coordinator.plan.graph.latency.baselines import list_schedules
 from coordinator.plan.graph.latency.list_scheduling import mean_seconds, mean_transfer_seconds
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule, schedule
-from tools.research.episodes import Floats, Singles
+from coordinator.plan.solution import Stop
+from tools.research.episodes import Floats, Singles, standardised
 
 MAX_EPISODES = 4000  # the number that Doppler's comparison gives each method on its smaller graphs
 _NUM_ROUNDS = 8  # of message passing, as published
@@ -37,7 +37,6 @@ _MAX_GRADIENT_NORM = 1.25
 _BASELINE_EPISODES = 10
 _PENALTY_PER_BYTE = 2e-9  # 2 per GB beyond the budgets, where a makespan as long as the first one counts 1
 _MAX_ROWS = 50_000  # operators times steps in one backward pass; bounds its memory
-_TRAINING_FRACTION = 0.95  # of the time limit; the rest is for the final greedy episode
 _KEEP_LOGIT = 2.0  # added to the logit of an operator's present device
 _NUM_STATIC = 2  # features: seconds of the operator and of its output's transfer
 
@@ -101,7 +100,7 @@ class PlacetoResult(NamedTuple):
     """The best placement found, and that of the final policy's most likely devices."""
 
     best: Schedule
-    greedy: Schedule | None  # None: it does not fit, or there was no time for it
+    greedy: Schedule | None  # None: it does not fit
     num_episodes: int
 
 
@@ -111,19 +110,12 @@ class _Episode(NamedTuple):
     returns: Floats  # by step, the sum of all rewards from it on
 
 
-def best_list_schedule(problem: PlacementProblem, seconds: float = 0.0) -> Schedule:
-    """The best schedule of the list schedulers, contended HEFT included. Raises as `list_schedules`."""
-    return min(list_schedules(problem, seconds, "placeto"), key=lambda each: each.makespan)
-
-
 class Placeto:
     """Trains a policy from scratch, from a placement that fits; keeps the best placement of all episodes."""
 
-    def __init__(
-        self, problem: PlacementProblem, start: Schedule, generator: Generator, clock: Callable[[], float]
-    ) -> None:
+    def __init__(self, problem: PlacementProblem, start: Schedule, generator: Generator) -> None:
         self._problem, self._start, self._best = problem, start.assignment, start
-        self._generator, self._clock = generator, clock
+        self._generator = generator
         self._unit = start.makespan or 1.0
         self._order = start.operator_order
         self._static_NF = _static_features(problem)
@@ -133,16 +125,14 @@ class Placeto:
         self._adam = torch.optim.Adam(self._network.parameters())
         self._returns: deque[Floats] = deque(maxlen=_BASELINE_EPISODES)
 
-    def run(self, deadline: float, num_episodes: int = MAX_EPISODES) -> PlacetoResult:
-        """Train, then place greedily. The result repeats for equal generators unless `clock()` reaches `deadline`."""
-        began = self._clock()
-        training_deadline = began + _TRAINING_FRACTION * (deadline - began)
+    def run(self, num_episodes: int, stop: Stop = lambda: False) -> PlacetoResult:
+        """Train, then place greedily. No episode of training begins after `stop()`."""
         done = 0
-        while done < num_episodes and (episode := self._run_episode(training_deadline)) is not None:
-            self._learn(episode, done / MAX_EPISODES)
+        while done < num_episodes and not stop():
+            self._learn(self._run_episode(), done / MAX_EPISODES)
             done += 1
-        final, greedy = self._run_episode(deadline, greedy=True), None
-        if final is not None and self._problem.overflow_bytes(final.devices) == 0:
+        final, greedy = self._run_episode(greedy=True), None
+        if self._problem.overflow_bytes(final.devices) == 0:
             greedy = best_schedule(self._problem, final.devices, self._order)
             self._keep(greedy)
         self._keep(best_schedule(self._problem, self._best.assignment, self._order))
@@ -153,8 +143,8 @@ class Placeto:
             self._best = found
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
-    def _run_episode(self, deadline: float, greedy: bool = False) -> _Episode | None:
-        """Place each operator once, with sampled or with the most likely devices; None when the time is over."""
+    def _run_episode(self, greedy: bool = False) -> _Episode:
+        """Place each operator once, with sampled or with the most likely devices."""
         n, num_devices = self._problem.num_operators, self._problem.num_devices
         devices = list(self._start)
         placed, is_current, is_done = _NUM_STATIC, _NUM_STATIC + num_devices, _NUM_STATIC + num_devices + 1
@@ -164,8 +154,6 @@ class Placeto:
         seen, values = np.zeros((n, *state.shape), np.float32), np.zeros(n + 1)
         values[0] = self._value(devices)
         for operator in range(n):
-            if self._clock() >= deadline:
-                return None
             state[operator, is_current] = 1.0
             seen[operator] = state
             logits = self._logits(seen[operator : operator + 1], np.array([operator]))[0]
@@ -220,9 +208,5 @@ def _static_features(problem: PlacementProblem) -> Singles:
     """[N, 2]: mean seconds of each operator and of the transfers of its outputs, each with mean 0 and deviation 1."""
     carried = mean_transfer_seconds(problem)
     outputs = [sum(carried[flow] for flow in flows) for flows in problem.outgoing]
-    features = np.array([mean_seconds(problem), outputs]).T
-    deviations = features.std(axis=0)
-    scaled: Singles = ((features - features.mean(axis=0)) / np.where(deviations > 0, deviations, 1.0)).astype(
-        np.float32
-    )
-    return scaled
+    features: Singles = standardised(np.array([mean_seconds(problem), outputs]).T, 0).astype(np.float32)
+    return features

@@ -16,9 +16,9 @@ from support.schedule_checker import violations
 from coordinator.plan.graph.latency.baselines import local
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import schedule
-from tools.research.placeto import Placeto, PlacetoNetwork, PlacetoResult, best_list_schedule
+from tools.research.lists import best_list_schedule
+from tools.research.placeto import Placeto, PlacetoNetwork, PlacetoResult
 
-NEVER = float("inf")
 EDGES = ((0, 1), (0, 2), (1, 3), (2, 3), (2, 4))  # operator 5 has no neighbours
 GB = 10**9
 
@@ -53,8 +53,8 @@ def random_problem(seed: int) -> PlacementProblem:
 
 
 def train(problem: PlacementProblem, num_episodes: int, seed: int = 0, from_local: bool = False) -> PlacetoResult:
-    start = local(problem) if from_local else best_list_schedule(problem)
-    return Placeto(problem, start, np.random.default_rng(seed), lambda: 0.0).run(NEVER, num_episodes)
+    start = local(problem) if from_local else best_list_schedule(problem, 0.0)
+    return Placeto(problem, start, np.random.default_rng(seed)).run(num_episodes)
 
 
 def test_groups_are_ancestors_descendants_and_parallel_operators() -> None:
@@ -76,7 +76,7 @@ def test_groups_are_ancestors_descendants_and_parallel_operators() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_plan_fits_and_is_never_worse_than_its_start(seed: int) -> None:
     problem = random_problem(seed)
-    start, found = best_list_schedule(problem), train(problem, num_episodes=8)
+    start, found = best_list_schedule(problem, 0.0), train(problem, num_episodes=8)
     assert found.num_episodes == 8
     assert found.best.makespan <= start.makespan
     assert problem.overflow_bytes(found.best.assignment) == 0
@@ -94,7 +94,7 @@ def test_placements_that_exceed_memory_are_no_plans() -> None:
 def test_same_seed_gives_the_same_plan() -> None:
     problem = random_problem(9)
     start = schedule(problem, [i % 3 for i in range(12)], range(12))
-    results = [Placeto(problem, start, np.random.default_rng(seed), lambda: 0.0).run(NEVER, 12) for seed in (1, 1, 2)]
+    results = [Placeto(problem, start, np.random.default_rng(seed)).run(12) for seed in (1, 1, 2)]
     assert results[0] == results[1]
     assert results[0] != results[2]
 
@@ -115,19 +115,18 @@ def test_policy_learns_to_stay_within_memory() -> None:
     free = train(make_problem(seconds), num_episodes=200, from_local=True).greedy
     problem = make_problem(seconds, memory_bytes=GB, budget_bytes=budget_bytes)
     start = schedule(problem, (0, 0, 0, 0), range(4))
-    limited = Placeto(problem, start, np.random.default_rng(0), lambda: 0.0).run(NEVER, 200).greedy
+    limited = Placeto(problem, start, np.random.default_rng(0)).run(200).greedy
     assert free is not None
     assert problem.overflow_bytes(free.assignment) > 0
     assert limited is not None
     assert problem.overflow_bytes(limited.assignment) == 0
 
 
-def test_start_is_returned_when_the_time_is_over() -> None:
+def test_no_episode_of_training_begins_after_the_time_limit() -> None:
     problem = random_problem(0)
-    ticks = iter(range(10**6))
-    start = best_list_schedule(problem)
-    found = Placeto(problem, start, np.random.default_rng(0), lambda: float(next(ticks))).run(2.0)
-    assert found == PlacetoResult(start, None, 0)
+    limit = iter([False, False, True])
+    found = Placeto(problem, best_list_schedule(problem, 0.0), np.random.default_rng(0)).run(9, lambda: next(limit))
+    assert found.num_episodes == 2
 
 
 def test_messages_are_means_over_the_senders_of_each_direction() -> None:
@@ -159,6 +158,6 @@ def test_messages_are_means_over_the_senders_of_each_direction() -> None:
 
 def test_best_list_schedule_keeps_memory() -> None:
     problem = random_problem(5)
-    found = best_list_schedule(problem)
+    found = best_list_schedule(problem, 0.0)
     assert problem.overflow_bytes(found.assignment) == 0
     assert schedule(problem, found.assignment, found.order, in_order=True).makespan >= found.makespan
