@@ -8,12 +8,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from agent.worker.main import create_runtime
 from agent.worker.runtime import Runtime
 from coordinator.deploy.kept_caches import kept_caches, kept_prefixes
 from hearth.errors import HearthError
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.wire import messages as wire
+from hearth.wire.framing import pack_array
 
 LOOPBACK = "127.0.0.1"
 ANSWER_SECONDS = 60.0
@@ -129,6 +132,21 @@ class RuntimeHome:
             )
             kept = {"caches": self.kept, "prefixes": self.prefixes}
             process.connect(wire.ConnectPeers(holder="test", epoch=plan.epoch, peers=peers, **kept))
+
+    def generate(
+        self, prompt: Sequence[int], max_tokens: int, request_id: bytes, stop_after: int | None = None, **fields: Any
+    ) -> tuple[list[int], wire.GenerationEnded | None]:
+        """The tokens of an answer, and how it ended. After `stop_after` tokens, it is left alone."""
+        request = wire.GenerateTokens(holder="test", epoch=self.plan.epoch, max_tokens=max_tokens, **fields)
+        answer = self.ranks[0].begin(request_id, request, list(pack_array(np.asarray(prompt, np.int32))))
+        tokens: list[int] = []
+        while stop_after is None or len(tokens) < stop_after:
+            message, _ = answer()
+            if isinstance(message, wire.GenerationEnded):
+                return tokens, message
+            assert isinstance(message, wire.TokensGenerated)
+            tokens += message.token_ids
+        return tokens, None
 
     def ask(self, requests: Sequence[tuple[wire.Message, Sequence[bytes]]]) -> list[Answer]:
         """Send one request to each rank and wait for all answers. Raises the first error."""

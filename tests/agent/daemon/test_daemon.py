@@ -30,6 +30,7 @@ from hearth.protocol import CLOSED_LEASE_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Response
 
+BOUND = wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
 LOAD = next(message for message in EXAMPLES if isinstance(message, wire.Load))
 
 
@@ -78,7 +79,7 @@ class Worker:
     async def start(self, request: wire.Start) -> wire.WorkerBound:
         self.epoch = request.load.plan.epoch
         self.started.append(self.epoch)
-        return wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
+        return BOUND
 
     def can_reload(self, request: wire.Start) -> bool:
         return False
@@ -348,7 +349,7 @@ async def test_newer_plan_is_loaded_by_the_process_that_still_loads_the_older_on
 
     async def reload(self: Worker, request: wire.Start) -> wire.WorkerBound:
         self.started.append(request.load.plan.epoch)
-        return wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
+        return BOUND
 
     def give_up(self: Worker, request: wire.Start) -> bool:
         given_up.set()

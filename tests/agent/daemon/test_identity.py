@@ -13,8 +13,6 @@ import pytest
 
 pytest.importorskip("psutil")
 
-import pytest
-
 from agent.daemon.identity import hardware_fingerprint, load_identity
 from hearth.errors import BadSetting
 

@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import pytest
 
@@ -23,7 +23,6 @@ from hearth.platform.curve import KeyPair, new_keypair
 from hearth.platform.loop_gatekeeper import LoopGatekeeper
 from hearth.transport.base import Buffer
 from hearth.wire import messages as wire
-from hearth.wire.rpc import RpcClient
 
 
 async def no_chunk(chunk: str) -> bytes:
@@ -78,19 +77,20 @@ async def test_chunks_are_fetched_from_an_authorising_peer(tmp_path: Path) -> No
     mine, peer = new_keypair(), new_keypair()
     async with link_server(peer, read) as server:
         request = wire.FetchChunks(
-            holder="c",
-            host="127.0.0.1",
-            port=server.port,
-            peer_public_key=peer.public,
-            hashes=tuple(hashes),
+            holder="c", host="127.0.0.1", port=server.port, peer_public_key=peer.public, hashes=tuple(hashes),
             seconds=10.0,
-        )
+        )  # fmt: skip
         refused = await fetch_chunks(request.model_copy(update={"seconds": 1.0}), mine, store)
         assert sorted(refused) == sorted(hashes)
         server.open(wire.OpenLinkProbe(peer_public_key=mine.public, seconds=30.0))
         missing = await asyncio.wait_for(fetch_chunks(request, mine, store), 20)
     assert sorted(missing) == sorted([hashes[3], *hashes[8:]])
     assert sorted(ours.missing(tuple(hashes))) == sorted(missing)
+
+
+def measured_rate(link: Any) -> wire.LinkMeasured:
+    request = wire.MeasureLink(host="a", port=1, peer_public_key="k" * 40, max_bytes=64 << 20, max_seconds=1.0)
+    return asyncio.run(links._measure_rate(link, request))
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,7 @@ def test_bursts_are_long_against_what_delays_their_last_packet(
             now[0] += round_trip + (num_bytes / bytes_per_second + late if num_bytes else 0.0)
 
     monkeypatch.setattr(links, "loop_time", lambda: now[0])
-    request = wire.MeasureLink(host="a", port=1, peer_public_key="k" * 40, max_bytes=64 << 20, max_seconds=1.0)
-    measured = asyncio.run(links._measure_rate(cast(RpcClient, Link()), request))
+    measured = measured_rate(Link())
     assert measured.round_trip_seconds == pytest.approx(round_trip)
     assert 0.75 * bytes_per_second < measured.bytes_per_second <= bytes_per_second
     assert now[0] < 1.5
@@ -138,6 +137,5 @@ def test_the_slow_start_of_a_connection_is_not_its_rate(monkeypatch: pytest.Monk
                 left -= sent
 
     monkeypatch.setattr(links, "loop_time", lambda: now[0])
-    request = wire.MeasureLink(host="a", port=1, peer_public_key="k" * 40, max_bytes=64 << 20, max_seconds=1.0)
-    measured = asyncio.run(links._measure_rate(cast(RpcClient, Link()), request))
+    measured = measured_rate(Link())
     assert 0.9 * bytes_per_second < measured.bytes_per_second <= 1.01 * bytes_per_second

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from support.waiting import wait_for
 
 from agent.daemon.liveness import (
     BUSY_SILENT_SECONDS,
@@ -97,16 +97,11 @@ def test_process_state_is_read_from_proc() -> None:
             stat = Path(f"/proc/{child.pid}/stat").read_text()
             return parse_process(stat, [stat], os.sysconf("SC_CLK_TCK"))
 
-        deadline = time.monotonic() + 20
-        while sample().cpu_seconds < 0.05:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for("the use of the processor", lambda: sample().cpu_seconds >= 0.05, 20)
         assert sample().waits_for_processor
         assert not sample().stopped
         child.send_signal(19)
-        while not sample().stopped:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for("the stop", lambda: sample().stopped, 20)
         stopped = sample()
         assert not stopped.waits_for_processor
         assert stopped.cpu_seconds == sample().cpu_seconds

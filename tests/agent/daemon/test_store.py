@@ -5,17 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("psutil")
 
-from concurrent.futures import ThreadPoolExecutor
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.chunks import chunk
@@ -174,29 +174,31 @@ def test_room_ends_where_the_disk_does(tmp_path: Path, monkeypatch: pytest.Monke
     assert store.room_bytes() == 0
 
 
-def test_full_disk_raises_store_full_and_leaves_no_partial_file(tmp_path: Path) -> None:
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 80 MB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
     if os.geteuid() != 0:
-        pytest.skip("mounting a small file system needs root")
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(disk)], check=False).returncode:
-        pytest.skip("a small file system cannot be mounted here")
-    try:
-        store = ShardStore(disk, 1 << 40, "d")
-        (first, one), (second, two) = chunk(1, 10 << 20), chunk(2, 10 << 20)
-        store.put(first, one)
-        store.pin("default", [first])
-        with pytest.raises(errors.StoreFull):
-            store.put(second, two)
-        assert [path.name for path in disk.glob("*/*")] == [first]
-    finally:
-        subprocess.run(["umount", str(disk)], check=True)
+        pytest.skip("mounting a file system needs root")
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)], check=False).returncode:
+        pytest.skip("mounting is not permitted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_full_disk_raises_store_full_and_leaves_no_partial_file(disk: Path) -> None:
+    store = ShardStore(disk, 1 << 40, "d")
+    (first, one), (second, two) = chunk(1, 10 << 20), chunk(2, 10 << 20)
+    store.put(first, one)
+    store.pin("default", [first])
+    with pytest.raises(errors.StoreFull):
+        store.put(second, two)
+    assert [path.name for path in disk.glob("*/*")] == [first]
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 9)), max_size=40))
 def test_eviction_is_least_recently_used(operations: list[tuple[bool, int]]) -> None:
-    import tempfile
-
     with tempfile.TemporaryDirectory() as folder:
         store, model = ShardStore(Path(folder), 450, "d"), OrderedDict[str, None]()
         for is_put, index in operations:
@@ -262,23 +264,15 @@ def test_chunks_are_read_ahead_in_small_requests_until_the_limit(
     assert store.read_ahead(names, 1 << 20) == 300_000
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a read-only file system needs root")
-def test_read_only_store_is_read_and_says_why_it_takes_no_chunk(tmp_path: Path) -> None:
-    folder = tmp_path / "mount"
-    folder.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=100m", "tmpfs", str(folder)], check=False).returncode:
-        pytest.skip("mounting is not permitted here")
-    try:
-        store = ShardStore(folder / "store", 10_000, "kitchen")
-        store.put(*chunk(1))
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        again = ShardStore(folder / "store", 10_000, "kitchen")
-        for each in (store, again):
-            assert each.verify([chunk(1)[0]]) == ()
-            each.pin("default", [chunk(1)[0]])
-            with pytest.raises(errors.StoreFailed, match="kitchen cannot be used: Read-only file system"):
-                each.put(*chunk(2))
-            with pytest.raises(errors.StoreFailed):
-                each.scratch_folder()
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
+def test_read_only_store_is_read_and_says_why_it_takes_no_chunk(disk: Path) -> None:
+    store = ShardStore(disk / "store", 10_000, "kitchen")
+    store.put(*chunk(1))
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    again = ShardStore(disk / "store", 10_000, "kitchen")
+    for each in (store, again):
+        assert each.verify([chunk(1)[0]]) == ()
+        each.pin("default", [chunk(1)[0]])
+        with pytest.raises(errors.StoreFailed, match="kitchen cannot be used: Read-only file system"):
+            each.put(*chunk(2))
+        with pytest.raises(errors.StoreFailed):
+            each.scratch_folder()

@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -68,14 +68,21 @@ class ScriptedWorker:
 
 NEVER_FORK = Spawner("off", lambda num_bytes: True)
 START = next(message for message in EXAMPLES if isinstance(message, wire.Start))
-Scenario = Callable[[WorkerProcess, ScriptedWorker], Awaitable[None]]
-WithWorker = Callable[[Scenario], None]
+BOUND = wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
+Running = tuple[WorkerProcess, ScriptedWorker]
 
 
+@pytest.fixture
 @asynccontextmanager
-async def scripted_worker(folder: Path) -> AsyncIterator[tuple[WorkerProcess, ScriptedWorker]]:
+async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     """A worker process in state ready. The process only writes its endpoint to a file; the test answers there."""
-    endpoint = folder / "endpoint"
+    endpoint = tmp_path / "endpoint"
+    program = tmp_path / "program"  # called as `program -m agent.worker.main ENDPOINT LEVEL`
+    program.write_text(
+        f'#!/bin/sh\nprintf %s "$3" > {tmp_path}/part && mv {tmp_path}/part {endpoint}\nexec sleep 600\n'
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
     with zmq_context() as context:
         process = WorkerProcess(context, "kitchen", NEVER_FORK)
         try:
@@ -86,7 +93,7 @@ async def scripted_worker(folder: Path) -> AsyncIterator[tuple[WorkerProcess, Sc
             worker = ScriptedWorker(socket)
             request_id, message, _ = await worker.receive()
             assert message == START
-            await worker.answer(request_id, wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0))
+            await worker.answer(request_id, BOUND)
             await starting
             connecting = asyncio.create_task(process.connect(wire.ConnectPeers(holder="c", epoch=1, peers=())))
             await worker.answer((await worker.receive())[0], wire.Done())
@@ -97,26 +104,6 @@ async def scripted_worker(folder: Path) -> AsyncIterator[tuple[WorkerProcess, Sc
             await process.stop()
 
 
-@pytest.fixture
-def with_worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> WithWorker:
-    """Run a scenario with a scripted worker."""
-    program = tmp_path / "program"  # called as `program -m agent.worker.main ENDPOINT LEVEL`
-    program.write_text(
-        f'#!/bin/sh\nprintf %s "$3" > {tmp_path}/part && mv {tmp_path}/part {tmp_path}/endpoint\nexec sleep 600\n'
-    )
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
-
-    def run(scenario: Scenario) -> None:
-        async def main() -> None:
-            async with scripted_worker(tmp_path) as (process, worker):
-                await asyncio.wait_for(scenario(process, worker), 30)
-
-        asyncio.run(main())
-
-    return run
-
-
 def token(index: int) -> wire.TokensGenerated:
     return wire.TokensGenerated(token_ids=(index,))
 
@@ -125,158 +112,139 @@ async def read(stream: Any) -> list[wire.Message]:
     return [reply.message async for reply in stream]
 
 
-def test_streamed_tokens_are_forwarded_up_to_the_last_message(with_worker: WithWorker) -> None:
-    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
-        one, two = (asyncio.create_task(read(process.stream(REQUEST, [b"ids", name]))) for name in (b"1", b"2"))
-        asked = [await worker.receive() for _ in range(2)]
-        assert [(message, payload) for _, message, payload in asked] == [
-            (REQUEST, [b"ids", b"1"]), (REQUEST, [b"ids", b"2"])
-        ]  # fmt: skip
-        for index in range(3):
-            for request_id, _, [_, name] in asked:
-                await worker.answer(request_id, token(10 * int(name) + index))
-        await worker.answer(asked[0][0], END)
-        await worker.answer(asked[1][0], wire.Failed.of(errors.StepFailed(device="rank 0", reason="aborted")))
-        assert await one == [token(10), token(11), token(12), END]
-        with pytest.raises(errors.StepFailed):
-            await two
-
-    with_worker(scenario)
+async def test_streamed_tokens_are_forwarded_up_to_the_last_message(running: Running) -> None:
+    process, worker = running
+    one, two = (asyncio.create_task(read(process.stream(REQUEST, [b"ids", name]))) for name in (b"1", b"2"))
+    asked = [await worker.receive() for _ in range(2)]
+    assert [(message, payload) for _, message, payload in asked] == [
+        (REQUEST, [b"ids", b"1"]), (REQUEST, [b"ids", b"2"])
+    ]  # fmt: skip
+    for index in range(3):
+        for request_id, _, [_, name] in asked:
+            await worker.answer(request_id, token(10 * int(name) + index))
+    await worker.answer(asked[0][0], END)
+    await worker.answer(asked[1][0], wire.Failed.of(errors.StepFailed(device="rank 0", reason="aborted")))
+    assert await one == [token(10), token(11), token(12), END]
+    with pytest.raises(errors.StepFailed):
+        await two
 
 
-def test_closing_a_stream_early_cancels_the_request(with_worker: WithWorker) -> None:
-    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
-        stream = process.stream(REQUEST, ())
-        async with aclosing(stream):
-            first = asyncio.create_task(anext(stream))
-            request_id, _, _ = await worker.receive()
-            await worker.answer(request_id, token(1), token(2))
-            assert (await first).message == token(1)
-        _, message, _ = await worker.receive()
-        assert message == wire.Cancel(request=request_id)
-        await worker.answer(request_id, token(3))  # sent before the cancel arrived
-        again = asyncio.create_task(read(process.stream(REQUEST, ())))
+async def test_closing_a_stream_early_cancels_the_request(running: Running) -> None:
+    process, worker = running
+    stream = process.stream(REQUEST, ())
+    async with aclosing(stream):
+        first = asyncio.create_task(anext(stream))
         request_id, _, _ = await worker.receive()
-        await worker.answer(request_id, END)
-        assert await again == [END]
-
-    with_worker(scenario)
+        await worker.answer(request_id, token(1), token(2))
+        assert (await first).message == token(1)
+    _, message, _ = await worker.receive()
+    assert message == wire.Cancel(request=request_id)
+    await worker.answer(request_id, token(3))  # sent before the cancel arrived
+    again = asyncio.create_task(read(process.stream(REQUEST, ())))
+    request_id, _, _ = await worker.receive()
+    await worker.answer(request_id, END)
+    assert await again == [END]
 
 
 @pytest.mark.parametrize("end", ["death", "stop"])
-def test_worker_exit_ends_its_streams(end: str, with_worker: WithWorker) -> None:
-    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
-        reading = asyncio.create_task(read(process.stream(REQUEST, ())))
-        request_id, _, _ = await worker.receive()
-        await worker.answer(request_id, token(1))
-        if end == "death":
-            assert process.pid is not None
-            os.kill(process.pid, signal.SIGSEGV)
-        else:
-            await process.stop()
-        with pytest.raises(errors.WorkerDied):
-            await reading
-        if end == "death":  # the cause of death is in the error
-            with pytest.raises(errors.WorkerDied, match="SIGSEGV"):
-                await process.abort(wire.Abort(holder="c", epoch=1, reason="rank 0 waits"))
-
-    with_worker(scenario)
+async def test_worker_exit_ends_its_streams(end: str, running: Running) -> None:
+    process, worker = running
+    reading = asyncio.create_task(read(process.stream(REQUEST, ())))
+    request_id, _, _ = await worker.receive()
+    await worker.answer(request_id, token(1))
+    if end == "death":
+        assert process.pid is not None
+        os.kill(process.pid, signal.SIGSEGV)
+    else:
+        await process.stop()
+    with pytest.raises(errors.WorkerDied):
+        await reading
+    if end == "death":  # the cause of death is in the error
+        with pytest.raises(errors.WorkerDied, match="SIGSEGV"):
+            await process.abort(wire.Abort(holder="c", epoch=1, reason="rank 0 waits"))
 
 
 @pytest.mark.parametrize("when", ["in a stream", "between two requests"])
-def test_stopped_worker_is_killed_and_its_calls_fail(when: str, with_worker: WithWorker) -> None:
+async def test_stopped_worker_is_killed_and_its_calls_fail(when: str, running: Running) -> None:
     """A process that is stopped by SIGSTOP ends no connection and no wait; only its silence shows it."""
-
-    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
-        assert process.pid is not None
-        reading = None
-        if when == "in a stream":
-            reading = asyncio.create_task(read(process.stream(REQUEST, ())))
-            await worker.answer((await worker.receive())[0], token(1))
-        began = asyncio.get_running_loop().time()
-        os.kill(process.pid, signal.SIGSTOP)
-        worker.fall_silent()
-        await until("the verdict", lambda: process.state == "failed")
-        assert asyncio.get_running_loop().time() - began < 10  # not one of the timeouts of requests
-        assert isinstance(process.failure, errors.WorkerDied)
-        assert "stopped by a signal" in process.failure.reason
-        if reading is not None:
-            with pytest.raises(errors.WorkerDied, match="no sign of life"):
-                await reading
+    process, worker = running
+    assert process.pid is not None
+    reading = None
+    if when == "in a stream":
+        reading = asyncio.create_task(read(process.stream(REQUEST, ())))
+        await worker.answer((await worker.receive())[0], token(1))
+    began = asyncio.get_running_loop().time()
+    os.kill(process.pid, signal.SIGSTOP)
+    worker.fall_silent()
+    await until("the verdict", lambda: process.state == "failed")
+    assert asyncio.get_running_loop().time() - began < 10  # not one of the timeouts of requests
+    assert isinstance(process.failure, errors.WorkerDied)
+    assert "stopped by a signal" in process.failure.reason
+    if reading is not None:
         with pytest.raises(errors.WorkerDied, match="no sign of life"):
-            await process.abort(wire.Abort(holder="c", epoch=1, reason="rank 0 waits"))
-        await until("the end of the process", lambda: not Path(f"/proc/{process.pid}/exe").exists())
-        status = process.status("default")
-        assert status.state == "failed"
-        assert "no sign of life" in status.failure
+            await reading
+    with pytest.raises(errors.WorkerDied, match="no sign of life"):
+        await process.abort(wire.Abort(holder="c", epoch=1, reason="rank 0 waits"))
+    await until("the end of the process", lambda: not Path(f"/proc/{process.pid}/exe").exists())
+    status = process.status("default")
+    assert status.state == "failed"
+    assert "no sign of life" in status.failure
 
-    with_worker(scenario)
 
-
-def test_load_that_is_given_up_leaves_the_process_to_the_next_plan(with_worker: WithWorker) -> None:
+async def test_load_that_is_given_up_leaves_the_process_to_the_next_plan(running: Running) -> None:
     def start(epoch: int, **changes: Any) -> wire.Start:
         plan = START.load.plan.model_copy(update={"epoch": epoch})
         return START.model_copy(update={"load": START.load.model_copy(update={"plan": plan}), **changes})
 
-    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
-        pid = process.pid
-        assert not process.give_up_load(start(3))  # it loads nothing
-        older, newer = asyncio.create_task(process.reload(start(2))), start(3)
-        older_id, message, _ = await worker.receive()
-        assert message == start(2)
-        assert not process.can_reload(newer)
-        assert not process.give_up_load(start(3, num_threads=START.num_threads + 1))  # a process keeps its threads
-        assert process.give_up_load(newer)
-        with pytest.raises(errors.StepFailed, match="replaced"):
-            await older
-        assert (await worker.receive())[1] == wire.Cancel(request=older_id, final=True)
-        assert process.can_reload(newer)
-        loading = asyncio.create_task(process.reload(newer))
-        await worker.answer(
-            (await worker.receive())[0], wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
-        )
-        await loading
-        assert (process.state, process.epoch, process.pid) == ("bound", 3, pid)
-
-    with_worker(scenario)
+    process, worker = running
+    pid = process.pid
+    assert not process.give_up_load(start(3))  # it loads nothing
+    older, newer = asyncio.create_task(process.reload(start(2))), start(3)
+    older_id, message, _ = await worker.receive()
+    assert message == start(2)
+    assert not process.can_reload(newer)
+    assert not process.give_up_load(start(3, num_threads=START.num_threads + 1))  # a process keeps its threads
+    assert process.give_up_load(newer)
+    with pytest.raises(errors.StepFailed, match="replaced"):
+        await older
+    assert (await worker.receive())[1] == wire.Cancel(request=older_id, final=True)
+    assert process.can_reload(newer)
+    loading = asyncio.create_task(process.reload(newer))
+    await worker.answer((await worker.receive())[0], BOUND)
+    await loading
+    assert (process.state, process.epoch, process.pid) == ("bound", 3, pid)
 
 
-def test_status_names_the_step_that_the_worker_computes(with_worker: WithWorker) -> None:
-    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
-        worker.progress = wire.WorkerProgress(step=3, step_seconds=2.0, busy_seconds=1.0, limit_seconds=15.0)
-        await until("the step", lambda: process.status("default").step == 3)
-        assert process.status("default").step_seconds == 2.0
-        worker.progress = wire.WorkerProgress(step=3, step_seconds=16.0, busy_seconds=15.0, limit_seconds=15.0)
-        await until("the verdict", lambda: process.state == "failed")
-        assert "computed step 3" in process.status("default").failure
-
-    with_worker(scenario)
+async def test_status_names_the_step_that_the_worker_computes(running: Running) -> None:
+    process, worker = running
+    worker.progress = wire.WorkerProgress(step=3, step_seconds=2.0, busy_seconds=1.0, limit_seconds=15.0)
+    await until("the step", lambda: process.status("default").step == 3)
+    assert process.status("default").step_seconds == 2.0
+    worker.progress = wire.WorkerProgress(step=3, step_seconds=16.0, busy_seconds=15.0, limit_seconds=15.0)
+    await until("the verdict", lambda: process.state == "failed")
+    assert "computed step 3" in process.status("default").failure
 
 
-def test_status_says_what_was_sent_to_each_other_device_in_this_plan(with_worker: WithWorker) -> None:
-    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
-        ids = [device.device_id for device in START.load.plan.devices]
-        own = START.load.rank
-        sent = tuple(1000 + rank for rank in range(len(ids)))
-        worker.progress = wire.WorkerProgress(sent_bytes=sent)
-        expected = {each: sent[rank] for rank, each in enumerate(ids) if rank != own}
-        assert expected
-        await until("the count", lambda: process.status("default").sent_bytes == expected)
-        reloading = asyncio.create_task(process.reload(START))
-        await worker.answer(
-            (await worker.receive())[0], wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
-        )
-        await reloading
-        assert process.status("default").sent_bytes == {}
-        worker.progress = wire.WorkerProgress()
-        connect = wire.ConnectPeers(holder="c", epoch=process.epoch, peers=())
-        connecting = asyncio.create_task(process.connect(connect))
-        await worker.answer((await worker.receive())[0], wire.Done())
-        await connecting
-        assert process.state == "ready"
-        assert process.status("default").sent_bytes == {}  # the last count was that of the plan before
-
-    with_worker(scenario)
+async def test_status_says_what_was_sent_to_each_other_device_in_this_plan(running: Running) -> None:
+    process, worker = running
+    ids = [device.device_id for device in START.load.plan.devices]
+    own = START.load.rank
+    sent = tuple(1000 + rank for rank in range(len(ids)))
+    worker.progress = wire.WorkerProgress(sent_bytes=sent)
+    expected = {each: sent[rank] for rank, each in enumerate(ids) if rank != own}
+    assert expected
+    await until("the count", lambda: process.status("default").sent_bytes == expected)
+    reloading = asyncio.create_task(process.reload(START))
+    await worker.answer((await worker.receive())[0], BOUND)
+    await reloading
+    assert process.status("default").sent_bytes == {}
+    worker.progress = wire.WorkerProgress()
+    connect = wire.ConnectPeers(holder="c", epoch=process.epoch, peers=())
+    connecting = asyncio.create_task(process.connect(connect))
+    await worker.answer((await worker.receive())[0], wire.Done())
+    await connecting
+    assert process.state == "ready"
+    assert process.status("default").sent_bytes == {}  # the last count was that of the plan before
 
 
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 3, 5, 8, 13])
@@ -298,41 +266,37 @@ def test_stop_while_the_process_is_being_started_leaves_no_process(
     assert psutil.Process().children() == []
 
 
-def test_process_that_does_not_end_when_killed_is_abandoned(
-    with_worker: WithWorker, monkeypatch: pytest.MonkeyPatch
+async def test_process_that_does_not_end_when_killed_is_abandoned(
+    running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As one that is stuck in the kernel: no signal has an effect."""
     monkeypatch.setattr(supervisor, "_STOP_SECONDS", 0.05)
     monkeypatch.setattr(supervisor, "_KILL_SECONDS", 0.05)
 
-    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
-        pid = process.pid
-        assert pid is not None
-        with monkeypatch.context() as patch:
-            patch.setattr(asyncio.subprocess.Process, "terminate", lambda self: None)
-            patch.setattr(asyncio.subprocess.Process, "kill", lambda self: None)
-            await asyncio.wait_for(process.stop(), 5)
-        assert process.abandoned
-        os.kill(pid, signal.SIGKILL)
-
-    with_worker(scenario)
+    process, _ = running
+    pid = process.pid
+    assert pid is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.subprocess.Process, "terminate", lambda self: None)
+        patch.setattr(asyncio.subprocess.Process, "kill", lambda self: None)
+        await asyncio.wait_for(process.stop(), 5)
+    assert process.abandoned
+    os.kill(pid, signal.SIGKILL)
 
 
-def test_token_timeout_starts_after_the_first_token(with_worker: WithWorker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_token_timeout_starts_after_the_first_token(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "_TOKEN_SECONDS", 0.2)
 
-    async def scenario(process: WorkerProcess, worker: ScriptedWorker) -> None:
-        reading = asyncio.create_task(read(process.stream(REQUEST, ())))
-        request_id, _, _ = await worker.receive()
-        await asyncio.sleep(0.5)  # waiting for the first token: other requests run before
-        assert not reading.done()
-        await worker.answer(request_id, token(1))
-        with pytest.raises(errors.DeadlineExceeded):
-            await reading
-        _, message, _ = await worker.receive()
-        assert message == wire.Cancel(request=request_id)
-
-    with_worker(scenario)
+    process, worker = running
+    reading = asyncio.create_task(read(process.stream(REQUEST, ())))
+    request_id, _, _ = await worker.receive()
+    await asyncio.sleep(0.5)  # waiting for the first token: other requests run before
+    assert not reading.done()
+    await worker.answer(request_id, token(1))
+    with pytest.raises(errors.DeadlineExceeded):
+        await reading
+    _, message, _ = await worker.receive()
+    assert message == wire.Cancel(request=request_id)
 
 
 async def test_worker_that_exits_at_start_is_reported_immediately(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,23 +7,18 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("psutil")
-
-import pytest
 
 from agent.daemon import gpu as gpu_module
 from agent.daemon import nvml
 from agent.daemon.config import AgentSettings, load_agent_settings
 from agent.daemon.gpu import GpuReader, Probed, parse_probe, tegra_model, with_context
-from agent.daemon.telemetry import TelemetryReader, cpu_model, memory, memory_budget, temperature
+from agent.daemon.telemetry import TelemetryReader, cpu_model, host_id, memory, memory_budget, num_threads, temperature
 from hearth.errors import BadSetting
-
-pytest.importorskip("psutil")
-
-from agent.daemon.telemetry import host_id, num_threads
 from hearth.wire.messages import Gpu
 
 MEGABYTE = 1_000_000
@@ -69,8 +64,8 @@ def test_limits_of_all_ancestor_cgroups_apply(tmp_path: Path) -> None:
     assert memory(root) == (300 * MEGABYTE, 50 * MEGABYTE)
 
 
-def test_memory_limit_is_capped_at_total_memory() -> None:
-    assert memory_budget(4 << 30, 3 << 30, 100 << 30, None) == 4 << 30
+def settings_in(folder: Path, **limits: Any) -> AgentSettings:
+    return AgentSettings(name="x", state_dir=folder, store_dir=folder, key_path=folder / "k", **limits)
 
 
 class OneCuda(GpuReader):
@@ -86,9 +81,7 @@ class OneCuda(GpuReader):
 
 @pytest.mark.parametrize(("percent", "expected"), [(50.0, 4 << 30), (None, (6 << 30) - int((8 << 30) * 0.10))])
 def test_gpu_budget_is_a_share_of_gpu_memory(percent: float | None, expected: int, tmp_path: Path) -> None:
-    settings = AgentSettings(
-        name="x", state_dir=tmp_path, store_dir=tmp_path, key_path=tmp_path / "k", memory_percent=percent
-    )
+    settings = settings_in(tmp_path, memory_percent=percent)
     assert TelemetryReader(settings, OneCuda("cuda")).read(now=0.0).memory_budget_bytes == expected
 
 
@@ -126,8 +119,7 @@ def test_percent_out_of_range_is_rejected(percent: str, tmp_path: Path) -> None:
 
 
 def test_telemetry_works_without_the_store_folder(tmp_path: Path) -> None:
-    store = tmp_path / "a" / "b"
-    settings = AgentSettings(name="x", state_dir=tmp_path, store_dir=store, key_path=tmp_path / "k")
+    settings = settings_in(tmp_path / "a" / "b")
     free = shutil.disk_usage(tmp_path).free
     assert TelemetryReader(settings, GpuReader("cpu")).read(now=0.0).disk_free_bytes == pytest.approx(free, rel=0.2)
 
@@ -154,25 +146,17 @@ def test_gpu_load_is_read_on_all_jetson_models(name: str, tmp_path: Path) -> Non
     assert gpu.load_fraction == 0.37
 
 
-def write_named(root: Path, **files: str) -> Path:
-    for name, text in files.items():
-        path = root / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
 def test_board_model_gpu_and_temperature_are_read(tmp_path: Path) -> None:
-    jetson = write_named(
+    jetson = write(
         tmp_path,
-        **{
-            "proc__cpuinfo": "processor : 0\nBogoMIPS : 62.50\n",
-            "proc__device-tree__model": "NVIDIA Jetson Orin Nano\0",
-            "proc__device-tree__compatible": "nvidia,p3768\0nvidia,tegra234\0",
-            "sys__devices__gpu.0__load": "250\n",
-            "sys__class__thermal__thermal_zone0__temp": "48500\n",
-            "sys__class__thermal__thermal_zone1__temp": "51250\n",
-            "sys__class__thermal__thermal_zone2__temp": "-256000\n",
+        {
+            "proc/cpuinfo": "processor : 0\nBogoMIPS : 62.50\n",
+            "proc/device-tree/model": "NVIDIA Jetson Orin Nano\0",
+            "proc/device-tree/compatible": "nvidia,p3768\0nvidia,tegra234\0",
+            "sys/devices/gpu.0/load": "250\n",
+            "sys/class/thermal/thermal_zone0/temp": "48500\n",
+            "sys/class/thermal/thermal_zone1/temp": "51250\n",
+            "sys/class/thermal/thermal_zone2/temp": "-256000\n",
         },
     )
     assert cpu_model(jetson) == "NVIDIA Jetson Orin Nano"
@@ -184,11 +168,11 @@ def test_board_model_gpu_and_temperature_are_read(tmp_path: Path) -> None:
 
 
 def test_pc_is_named_by_its_cpu_model(tmp_path: Path) -> None:
-    assert cpu_model(write_named(tmp_path, proc__cpuinfo="model name\t: Intel(R) N100\n")) == "Intel(R) N100"
+    assert cpu_model(write(tmp_path, {"proc/cpuinfo": "model name\t: Intel(R) N100\n"})) == "Intel(R) N100"
     assert tegra_model(tmp_path) is None
 
 
-V1, V2 = "sys__fs__cgroup__memory__", "sys__fs__cgroup__"
+V1, V2 = "sys/fs/cgroup/memory/", "sys/fs/cgroup/"
 
 
 @pytest.mark.parametrize(
@@ -196,18 +180,24 @@ V1, V2 = "sys__fs__cgroup__memory__", "sys__fs__cgroup__"
     [
         (f"{V2}memory.max", f"{V2}memory.current", ""),
         (f"{V1}memory.limit_in_bytes", f"{V1}memory.usage_in_bytes", ""),
-        (f"{V2}a__b__memory.max", f"{V2}a__b__memory.current", "0::/a/b\n"),
-        (f"{V1}x__memory.limit_in_bytes", f"{V1}x__memory.usage_in_bytes", "3:cpu,memory:/x\n"),
+        (f"{V2}a/b/memory.max", f"{V2}a/b/memory.current", "0::/a/b\n"),
+        (f"{V1}x/memory.limit_in_bytes", f"{V1}x/memory.usage_in_bytes", "3:cpu,memory:/x\n"),
     ],
 )
 def test_cgroup_limit_is_reported_as_total_memory(limit: str, usage: str, membership: str, tmp_path: Path) -> None:
-    root = write_named(tmp_path, **{limit: "536870912\n", usage: "136870912\n", "proc__self__cgroup": membership})
+    root = write(tmp_path, {limit: "536870912\n", usage: "136870912\n", "proc/self/cgroup": membership})
     assert memory(root) == (512 << 20, 400_000_000)
 
 
 @pytest.mark.parametrize(
     ("limit_bytes", "percent", "expected"),
-    [(None, None, 6 << 30), (1 << 30, None, 1 << 30), (None, 50.0, 5 << 30), (1 << 30, 50.0, 1 << 30)],
+    [
+        (None, None, 6 << 30),
+        (1 << 30, None, 1 << 30),
+        (100 << 30, None, 10 << 30),
+        (None, 50.0, 5 << 30),
+        (1 << 30, 50.0, 1 << 30),
+    ],
 )
 def test_memory_budget_is_limit_or_free_memory_minus_reserve(
     limit_bytes: int | None, percent: float | None, expected: int
@@ -216,8 +206,7 @@ def test_memory_budget_is_limit_or_free_memory_minus_reserve(
 
 
 def test_telemetry_of_this_machine(tmp_path: Path) -> None:
-    settings = AgentSettings(name="x", state_dir=tmp_path, store_dir=tmp_path, key_path=tmp_path / "k", threads=3)
-    telemetry = TelemetryReader(settings, GpuReader("cpu")).read(now=5.0)
+    telemetry = TelemetryReader(settings_in(tmp_path, threads=3), GpuReader("cpu")).read(now=5.0)
     assert telemetry.num_threads == 3
     assert 0 < telemetry.memory_available_bytes <= telemetry.memory_total_bytes
     assert telemetry.clock_unix_seconds == 5.0
@@ -251,8 +240,7 @@ def test_device_with_a_gpu_that_torch_does_not_use_says_why(
         gpu = GpuReader(wanted, tmp_path)  # type: ignore[arg-type]
         caplog.clear()
         asyncio.run(gpu.probe())
-        settings = AgentSettings(name="x", state_dir=tmp_path, store_dir=tmp_path, key_path=tmp_path / "k")
-        telemetry = TelemetryReader(settings, gpu).read(now=0.0)
+        telemetry = TelemetryReader(settings_in(tmp_path), gpu).read(now=0.0)
         assert (telemetry.compute_device, telemetry.gpu_problem) == ("cpu", says)
         assert [record.levelname for record in caplog.records] == (["WARNING"] if says else [])
     assert asked == [1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -44,8 +45,7 @@ def test_results_after_every_change_of_plan_are_those_of_one_session(seed: int, 
     store = ShardStore(tmp_path / "store", 1 << 30, "all devices")
     feeds = {"x": random_array(1), "z": random_array(2)}
     expected = reference(model, feeds)
-    home = RuntimeHome(store.path)
-    try:
+    with closing(RuntimeHome(store.path)) as home:
         for epoch, names in enumerate([NAMES, NAMES[1:], NAMES[::-1], NAMES[:1]], start=1):
             plan = random_cut(model, rng, 5, len(names)).with_epoch(epoch)
             parts = [
@@ -59,8 +59,6 @@ def test_results_after_every_change_of_plan_are_those_of_one_session(seed: int, 
             assert outputs.keys() == expected.keys()
             for name, array in outputs.items():
                 np.testing.assert_allclose(array, expected[name], rtol=1e-5, atol=1e-5)
-    finally:
-        home.close()
 
 
 def test_segments_that_both_plans_have_are_not_read_again(tmp_path: Path) -> None:
@@ -69,7 +67,6 @@ def test_segments_that_both_plans_have_are_not_read_again(tmp_path: Path) -> Non
     feeds = {"x": random_array(1), "z": random_array(2)}
     count = len(model.graph.node)
     cuts = [range(count // 2), range(count // 2, count)]
-    home = RuntimeHome(store.path)
 
     def deploy(ranks: tuple[int, int], epoch: int, names: tuple[str, ...]) -> GraphPlan:
         plan = plan_of(model, list(zip(ranks, cuts, strict=True))).with_epoch(epoch)
@@ -78,7 +75,7 @@ def test_segments_that_both_plans_have_are_not_read_again(tmp_path: Path) -> Non
         return plan
 
     put = put_into(store)
-    try:
+    with closing(RuntimeHome(store.path)) as home:
         before = infer(home, deploy((0, 1), 1, NAMES[:2]), feeds)
         put = put_into(ShardStore(tmp_path / "elsewhere", 1 << 30, "another device"))
         for chunk in store.path.glob("??/*"):
@@ -92,5 +89,3 @@ def test_segments_that_both_plans_have_are_not_read_again(tmp_path: Path) -> Non
         assert after.keys() == before.keys() != set()
         for name, array in after.items():
             np.testing.assert_array_equal(array, before[name])
-    finally:
-        home.close()

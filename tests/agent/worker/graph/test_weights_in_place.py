@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -52,9 +53,8 @@ def test_segments_hold_a_shared_weight_once_if_the_plan_has_no_room_for_copies(t
     model, store = products(), ShardStore(tmp_path / "store", 1 << 30, "device")
     x = np.random.default_rng(1).standard_normal((1, SIZE), dtype=np.float32)
     expected = reference(model, {"x": x})[f"t{NUM_PRODUCTS - 1}"]
-    home = RuntimeHome(store.path)
     held = []
-    try:
+    with closing(RuntimeHome(store.path)) as home:
         # Sessions of one plan are not used for another one that has less or more memory for weights.
         for epoch, weight_bytes in enumerate((WEIGHT_BYTES, NUM_PRODUCTS * WEIGHT_BYTES, WEIGHT_BYTES), start=1):
             plan = planned(model, weight_bytes, epoch)
@@ -65,8 +65,6 @@ def test_segments_hold_a_shared_weight_once_if_the_plan_has_no_room_for_copies(t
             assert isinstance(answer, RunDone)
             np.testing.assert_allclose(unpack_array(frames), expected, rtol=1e-4, atol=1e-5)
             held.append(proportional_bytes())
-    finally:
-        home.close()
     in_place, copied, in_place_again = held
     assert copied - in_place > NUM_PRODUCTS / 2 * WEIGHT_BYTES, held
     assert copied - in_place_again > NUM_PRODUCTS / 2 * WEIGHT_BYTES, held

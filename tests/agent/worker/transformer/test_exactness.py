@@ -113,7 +113,8 @@ MODES = [LayerMode(qkv=qkv, out=out, mlp=mlp) for qkv in (R, S) for out in (R, S
 
 
 @pytest.mark.parametrize("split", SPLITS[1:], ids=str)
-@pytest.mark.parametrize("mode", [*MODES, SEQUENCE, SEQUENCE.model_copy(update={"mlp": S})], ids=str)
+# `MODES[-1]`, all sharded, is what the test of strategies has.
+@pytest.mark.parametrize("mode", [*MODES[:-1], SEQUENCE, SEQUENCE.model_copy(update={"mlp": S})], ids=str)
 def test_every_layer_mode_equals_transformers(mode: LayerMode, split: tuple[int, ...], bert: Path) -> None:
     spec = read_spec(bert)
     with EngineCluster(bert, make_plan(spec, "hmp", split, modes=[mode, LayerMode()])) as cluster:

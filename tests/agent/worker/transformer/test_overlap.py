@@ -6,7 +6,8 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,19 @@ from support.plans import make_plan
 from support.waiting import WAIT_LIMIT_SECONDS, wait_for
 
 from coordinator.models.checkpoint.families import read_spec
-from hearth.errors import DeadlineExceeded, HearthError, StepFailed
+from hearth.errors import DeadlineExceeded, StepFailed
 from hearth.plan.common import WireFormat
 from hearth.plan.geometry import Span, spans
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.phases import Phase
 from hearth.trace import overlap_seconds, transfers
 from hearth.wire.codec import Codec
+from hearth.wire.framing import TileKey, encode_tile
 from hearth.wire.messages import Run
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from support.engines import EngineCluster
+from support.engines import TOKEN, EngineCluster
 
 from agent.worker.tracing import Recorder
 from agent.worker.transformer import blocks
@@ -41,6 +43,20 @@ def wide_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Wide enough for a tile's GEMM to take milliseconds."""
     config = small_bert(hidden_size=768, num_attention_heads=12, intermediate_size=3072, max_position_embeddings=512)
     return save_random_model(tmp_path_factory.mktemp("wide"), config)
+
+
+def cluster_of(model_dir: Path, split: tuple[int, ...]) -> EngineCluster:
+    return EngineCluster(model_dir, make_plan(read_spec(model_dir), "hmp", split))
+
+
+@contextmanager
+def step_that_fails(cluster: EngineCluster, num_rows: int, timeout: float) -> Iterator[None]:
+    """A step in another thread, which waits in vain for tiles from another rank; at the end it has failed."""
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(cluster.run, [[3] * num_rows], timeout=timeout)
+        yield
+        with pytest.raises(StepFailed, match="from rank"):
+            running.result(WAIT_LIMIT_SECONDS)
 
 
 def overlapped_share(model_dir: Path, overlap: bool) -> float:
@@ -100,7 +116,7 @@ def test_trace_includes_tiles_that_arrived_before_the_step(wide_bert: Path) -> N
     request = Run(holder="test", epoch=1, step=1, output="hidden", timeout_seconds=30.0, trace=True)
     ids, lengths = np.full(64, 3, np.int32), np.array([0, 64], np.int32)  # an id whose embedding rank 0 holds
     with (
-        EngineCluster(wide_bert, make_plan(read_spec(wide_bert), "hmp", (1, 1))) as cluster,
+        cluster_of(wide_bert, (1, 1)) as cluster,
         ThreadPoolExecutor(1) as pool,
     ):
         first = pool.submit(cluster.engines[0].run, request, ids, lengths)
@@ -114,8 +130,7 @@ def test_trace_includes_tiles_that_arrived_before_the_step(wide_bert: Path) -> N
 
 
 def test_silent_peer_raises_step_failed_after_the_timeout(wide_bert: Path) -> None:
-    plan = make_plan(read_spec(wide_bert), "hmp", (1, 1))
-    with EngineCluster(wide_bert, plan) as cluster:
+    with cluster_of(wide_bert, (1, 1)) as cluster:
         cluster.hub.cut(0, 1)
         with pytest.raises(StepFailed, match=r"within 0\.3 s"):
             cluster.run([[3] * 8], timeout=0.3)
@@ -126,21 +141,13 @@ def test_silent_peer_raises_step_failed_after_the_timeout(wide_bert: Path) -> No
 
 def test_rank_that_waits_long_names_the_one_that_should_have_sent(wide_bert: Path) -> None:
     """Around a ring, that is the previous rank, whatever rows are missing."""
-    plan = make_plan(read_spec(wide_bert), "hmp", (1, 1, 1))
-    with EngineCluster(wide_bert, plan) as cluster:
+    with cluster_of(wide_bert, (1, 1, 1)) as cluster:
         cluster.run([[3] * 9])
         cluster.hub.cut(1, 2)
-
-        def run() -> None:
-            with pytest.raises(StepFailed, match="from rank"):
-                cluster.run([[3] * 9], timeout=2.0)
-
-        running = threading.Thread(target=run)
-        running.start()
         waiting = cluster.communicators[2]
         assert waiting.progress(0.0).late_rank is None
-        wait_for("the report", lambda: waiting.progress(0.0).late_rank == 1, seconds=2)
-        running.join(WAIT_LIMIT_SECONDS)
+        with step_that_fails(cluster, 9, timeout=2.0):
+            wait_for("the report", lambda: waiting.progress(0.0).late_rank == 1, seconds=2)
         cluster.hub.mend()
         cluster.run([[3] * 9])
         assert waiting.progress(0.0).late_rank is None
@@ -148,8 +155,7 @@ def test_rank_that_waits_long_names_the_one_that_should_have_sent(wide_bert: Pat
 
 def test_rank_that_computes_without_progress_is_busy_and_one_that_waits_or_gets_tiles_is_not(wide_bert: Path) -> None:
     """So a rank that computes for ever counts as hung before its peers give up the step."""
-    plan = make_plan(read_spec(wide_bert), "hmp", (1, 1))
-    with EngineCluster(wide_bert, plan) as cluster:
+    with cluster_of(wide_bert, (1, 1)) as cluster:
         cluster.run([[3] * 8])
         computing = cluster.communicators[0]
         time.sleep(0.3)
@@ -158,46 +164,26 @@ def test_rank_that_computes_without_progress_is_busy_and_one_that_waits_or_gets_
         assert before.limit_seconds < 30.0  # of a wait
         assert computing.progress(time.monotonic()).busy_seconds < 0.3
         cluster.hub.cut(0, 1)
-
-        def run() -> None:
-            with pytest.raises(StepFailed, match="from rank"):
-                cluster.run([[3] * 8], timeout=1.0)
-
-        running = threading.Thread(target=run)
-        running.start()
         waiting = cluster.communicators[1]
-        wait_for("the wait", lambda: waiting.progress(0.0).step_seconds > 0.5, seconds=5)
-        assert waiting.progress(0.0).busy_seconds == 0.0
-        running.join(WAIT_LIMIT_SECONDS)
+        with step_that_fails(cluster, 8, timeout=1.0):
+            wait_for("the wait", lambda: waiting.progress(0.0).step_seconds > 0.5, seconds=5)
+            assert waiting.progress(0.0).busy_seconds == 0.0
 
 
 def test_abort_ends_a_wait_immediately(wide_bert: Path) -> None:
-    plan = make_plan(read_spec(wide_bert), "hmp", (1, 1))
-    with EngineCluster(wide_bert, plan) as cluster:
+    with cluster_of(wide_bert, (1, 1)) as cluster:
         cluster.hub.cut(0, 1)
         cluster.hub.cut(1, 0)
-        caught: list[HearthError] = []
-
-        def run() -> None:
-            try:
-                cluster.run([[3] * 8], timeout=60.0)
-            except HearthError as error:
-                caught.append(error)
-
-        running = threading.Thread(target=run)
-        running.start()
-        while running.is_alive():  # an abort before the step begins has no effect
-            for communicator in cluster.communicators:
-                communicator.abort(DeadlineExceeded(action="the test", seconds=1))
-            running.join(0.05)
-        assert isinstance(caught[0], DeadlineExceeded)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(cluster.run, [[3] * 8], timeout=60.0)
+            while not running.done():  # an abort before the step begins has no effect
+                for communicator in cluster.communicators:
+                    communicator.abort(DeadlineExceeded(action="the test", seconds=1))
+                wait([running], 0.05)
+        assert isinstance(running.exception(), DeadlineExceeded)
 
 
 def test_tiles_of_other_epochs_or_steps_are_dropped_and_counted(wide_bert: Path) -> None:
-    from support.engines import TOKEN
-
-    from hearth.wire.framing import TileKey, encode_tile
-
     plan = make_plan(read_spec(wide_bert), "hmp", (1, 1), epoch=5)
     link = Codec(WireFormat(lz4="off"), 1e9, lambda: 0.0)
     with EngineCluster(wide_bert, plan) as cluster:
@@ -215,8 +201,6 @@ def test_tiles_of_other_epochs_or_steps_are_dropped_and_counted(wide_bert: Path)
 @pytest.fixture
 def pair() -> Iterator[list[Communicator]]:
     """Two ranks in their first step, whose tiles are sent as fp16."""
-    from support.engines import TOKEN
-
     hub = MemoryHub(2, None)
     communicators = [
         Communicator(hub.transport(rank), 1, TOKEN, {1 - rank: Codec(WireFormat(lz4="off"), 1e9, lambda: 0.0)})

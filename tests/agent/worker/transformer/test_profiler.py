@@ -7,10 +7,6 @@ import sys
 from typing import Any
 
 import pytest
-
-pytest.importorskip("psutil")
-
-import pytest
 from support.cases import mostly_slow
 from support.plans import BERT_LARGE, LLAMA_1B
 
@@ -19,13 +15,13 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import DECODING_TIMES, BlockProfile, LatencyCurve
 from hearth.wire.messages import BlocksOf, Profile, Profiled, StartProfile, decode, encode
 
-pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
-from agent.worker.transformer import kernel_times
-from agent.worker.transformer.kernel_times import bytes_to_evict, layer_bytes, layer_shapes, measure_kernels
-from agent.worker.transformer.kernels.base import emulates_bfloat16
-from agent.worker.transformer.profiler import decoding_times, profile_blocks
-from agent.worker.transformer.shard import filled_layer
+from agent.worker.transformer import kernel_times  # noqa: E402 (needs torch)
+from agent.worker.transformer.kernel_times import bytes_to_evict, layer_bytes, layer_shapes, measure_kernels  # noqa: E402
+from agent.worker.transformer.kernels.base import emulates_bfloat16  # noqa: E402
+from agent.worker.transformer.profiler import decoding_times, profile_blocks  # noqa: E402
+from agent.worker.transformer.shard import filled_layer  # noqa: E402
 
 SMALL = LLAMA_1B.model_copy(
     update={
@@ -77,8 +73,6 @@ def test_times_of_decoding_are_slopes_and_intercept_of_three_layers() -> None:
 
 
 def test_kernels_are_measured_for_every_shape_and_number_of_rows() -> None:
-    import torch
-
     spec = SMALL.model_copy(update={"weights": "int8"})
     times = measure_kernels(spec, 20, torch.device("cpu"))
     assert {(time.num_outputs, time.num_inputs) for time in times} == set(layer_shapes(spec))
@@ -109,8 +103,6 @@ def test_evicted_bytes_follow_the_cache_and_the_model(num_layers: int, cache_byt
 
 
 def test_weights_are_evicted_before_each_product_that_would_find_them_in_the_cache() -> None:
-    import torch
-
     events: list[str] = []
 
     class Matrix:
@@ -141,8 +133,6 @@ def test_weights_are_evicted_before_each_product_that_would_find_them_in_the_cac
 
 def test_bfloat16_is_not_measured_where_it_is_hopeless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without instructions for it, one such product of 256 rows takes seconds."""
-    import torch
-
     spec = SMALL.model_copy(update={"weights": "int8"})
     for emulates in (True, False):
         monkeypatch.setattr(kernel_times, "emulates_bfloat16", lambda device, emulates=emulates: emulates)
@@ -163,8 +153,6 @@ def test_bfloat16_is_not_measured_where_it_is_hopeless(monkeypatch: pytest.Monke
 def test_deterministic_kernels_do_not_depend_on_the_number_of_rows(
     dependence: dict[str, float], left: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     monkeypatch.setattr(
         kernel_times, "_row_dependence", lambda matrix, kernel, rows, device: dependence.get(kernel, 1.0)
     )
@@ -174,8 +162,6 @@ def test_deterministic_kernels_do_not_depend_on_the_number_of_rows(
 
 
 def test_row_dependence_is_the_difference_of_rows_alone_and_among_others() -> None:
-    import torch
-
     class Matrix:
         shape = (8, 8)
 
@@ -188,8 +174,6 @@ def test_row_dependence_is_the_difference_of_rows_alone_and_among_others() -> No
 
 
 def test_filled_layer_has_shapes_of_grouped_queries_and_gate() -> None:
-    import torch
-
     layer = filled_layer(SMALL, torch.device("cpu"))
     shapes = {part: tuple(matrix.shape) for part, matrix in layer.matrices.items()}
     assert shapes["qkv"] == ((8 + 2 * 2) * 16, 96)
@@ -198,28 +182,14 @@ def test_filled_layer_has_shapes_of_grouped_queries_and_gate() -> None:
 
 
 def test_profiler_measures_every_curve_of_a_model() -> None:
-    pytest.importorskip("torch", reason="torch has no wheel for this Python here")
-    spec = BERT_LARGE.model_copy(
-        update={
-            "hidden_size": 64,
-            "num_heads": 4,
-            "num_kv_heads": 4,
-            "head_dim": 16,
-            "ffn_size": 256,
-            "vocab_size": 100,
-        }
-    )
+    changes = {"hidden_size": 64, "num_heads": 4, "num_kv_heads": 4, "head_dim": 16, "ffn_size": 256, "vocab_size": 100}
+    spec = BERT_LARGE.model_copy(update=changes)
     request = StartProfile(
         profile=Profile(subject=BlocksOf(model=spec, seq_len=32), timeout_seconds=60), device="here", folder="/nowhere",
         num_threads=1, compute_device="cpu",
     )  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-m", "agent.worker.transformer.profiler"],
-        input=encode(request),
-        capture_output=True,
-        timeout=120,
-        check=True,
-    )
+    command = [sys.executable, "-m", "agent.worker.transformer.profiler"]
+    done = subprocess.run(command, input=encode(request), capture_output=True, timeout=120, check=True)
     answer = decode(done.stdout)
     assert isinstance(answer, Profiled)
     blocks = answer.result

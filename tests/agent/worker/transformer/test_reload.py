@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from support.cases import mostly_slow
 from support.models import endless_decoder, save_random_model, small_bert, small_decoder
 from support.plans import make_plan
+from support.waiting import wait_for
 
 from agent.daemon.store import ShardStore
 from agent.worker.runtime import LoadGivenUp
@@ -28,7 +31,7 @@ pytest.importorskip("transformers")
 
 from support.cuda_double import gpu  # noqa: E402 (needs torch)
 from support.engines import EngineCluster, store_chunks  # noqa: E402
-from support.runtimes import Answer, RuntimeHome, RuntimeProcess  # noqa: E402
+from support.runtimes import RuntimeHome, RuntimeProcess  # noqa: E402
 
 from agent.worker.transformer.loading import HeldWeights, load_shard  # noqa: E402
 
@@ -57,13 +60,17 @@ class Deployed:
             wire.ShardParts(chunks=chunks_for_rank(tuple(self.chunks), plan, rank)) for rank in range(plan.num_ranks)
         ]
 
-    def embed(self, ids: Sequence[int], step: int = 1, timeout: float = 30.0) -> np.ndarray[Any, Any]:
+    def step(self, ids: Sequence[int], timeout: float = 30.0) -> tuple[wire.Run, list[bytes]]:
+        """The request for the hidden states of a sequence, and its payload."""
         request = wire.Run(
-            holder="test", epoch=self.home.plan.epoch, step=step, timeout_seconds=timeout,
+            holder="test", epoch=self.home.plan.epoch, step=1, timeout_seconds=timeout,
             names=("token_ids", "cumulative_lengths"),
         )  # fmt: skip
-        payload = [*pack_array(np.asarray(ids, np.int32)), *pack_array(np.asarray([0, len(ids)], np.int32))]
-        answers = self.home.ask([(request, payload)] * len(self.home.ranks))
+        arrays = np.asarray(ids, np.int32), np.asarray([0, len(ids)], np.int32)
+        return request, [bytes(frame) for array in arrays for frame in pack_array(array)]
+
+    def embed(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
+        answers = self.home.ask([self.step(ids)] * len(self.home.ranks))
         return np.concatenate([unpack_array(frames) for _, frames in answers])
 
 
@@ -72,15 +79,6 @@ def bert(tmp_path: Path) -> Iterator[Deployed]:
     deployed = Deployed(save_random_model(tmp_path / "model", small_bert(num_hidden_layers=5)), tmp_path)
     yield deployed
     deployed.home.close()
-
-
-def read_to_the_end(answer: Callable[[], Answer]) -> list[int]:
-    """The tokens of a stream."""
-    tokens: list[int] = []
-    while not isinstance(message := answer()[0], wire.GenerationEnded):
-        assert isinstance(message, wire.TokensGenerated)
-        tokens += message.token_ids
-    return tokens
 
 
 def fresh(deployed: Deployed, plan: TransformerPlan, ids: Sequence[int]) -> np.ndarray[Any, Any]:
@@ -120,14 +118,13 @@ def test_results_on_cuda_after_changes_of_plan_are_close_to_those_of_a_fresh_loa
     """Not bit for bit: kept weights may be views with other strides, for which cuBLAS may choose other kernels."""
     model_dir = save_random_model(tmp_path / "model", small_bert(num_hidden_layers=3))
     spec = read_spec(model_dir).model_copy(update={"weights": weights})
-    with gpu():
-        deployed = Deployed(model_dir, tmp_path, "cuda")
+    deployed = Deployed(model_dir, tmp_path, "cuda")
+    with gpu(), closing(deployed.home):
         for epoch, split in enumerate(((1, 1, 1), (1, 1), (1, 2)), start=1):
             plan = make_plan(spec, "hmp", split, epoch=epoch)
             deployed.deploy(plan, NAMES[-len(split) :])
             tolerance = 1e-5 if weights == "float32" else 5e-3
             np.testing.assert_allclose(deployed.embed(PROMPT), fresh(deployed, plan, PROMPT), atol=tolerance)
-        deployed.home.close()
 
 
 def test_kept_weights_are_not_read_again(bert: Deployed) -> None:
@@ -207,15 +204,8 @@ def test_layers_that_a_given_up_load_has_read_are_not_read_again(bert: Deployed)
 def test_running_step_fails_when_the_plan_ends_and_old_tiles_do_not_disturb_the_next(bert: Deployed) -> None:
     spec = read_spec(bert.model_dir)
     bert.deploy(make_plan(spec, "hmp", (1, 1, 1)), NAMES)
-    request = wire.Run(
-        holder="test", epoch=1, step=1, timeout_seconds=60.0, names=("token_ids", "cumulative_lengths")
-    )  # fmt: skip
-    payload = [
-        bytes(frame)
-        for array in (np.asarray(PROMPT, np.int32), np.asarray([0, len(PROMPT)], np.int32))
-        for frame in pack_array(array)
-    ]
-    waits = [process.begin(b"stuck", request, payload) for process in bert.home.ranks[1:]]  # rank 0 does not take part
+    step = bert.step(PROMPT, timeout=60.0)
+    waits = [process.begin(b"stuck", *step) for process in bert.home.ranks[1:]]  # rank 0 does not take part
     plan = make_plan(spec, "hmp", (2, 1), epoch=2)
     bert.deploy(plan, NAMES[1:])
     for wait in waits:
@@ -230,15 +220,11 @@ def test_decoder_continues_its_tokens_in_the_next_plan(tmp_path: Path) -> None:
     spec = read_spec(model_dir)
 
     def generate(prompt: Sequence[int], count: int, first_index: int) -> list[int]:
-        request = wire.GenerateTokens(
-            holder="test", epoch=deployed.home.plan.epoch, max_tokens=count, first_index=first_index,
-            sampling=wire.Sampling(temperature=1.0, seed=7),
-        )  # fmt: skip
         request_id = f"{deployed.home.plan.epoch} {first_index}".encode()
-        payload = list(pack_array(np.asarray(prompt, np.int32)))
-        return read_to_the_end(deployed.home.ranks[0].begin(request_id, request, payload))
+        sampling = wire.Sampling(temperature=1.0, seed=7)
+        return deployed.home.generate(prompt, count, request_id, first_index=first_index, sampling=sampling)[0]
 
-    try:
+    with closing(deployed.home):
         deployed.deploy(make_plan(spec, "hmp", (1, 1), epoch=1), NAMES[:2])
         whole = generate(PROMPT, 8, 0)
         first = generate(PROMPT, 3, 0)
@@ -246,28 +232,17 @@ def test_decoder_continues_its_tokens_in_the_next_plan(tmp_path: Path) -> None:
         deployed.deploy(make_plan(spec, "pipeline", (1, 1), epoch=2), NAMES[1:])
         deployed.deploy(make_plan(spec, "hmp", (1, 1), epoch=3), ("cellar", "attic"))
         assert first + generate(PROMPT + first, 5, 3) == whole
-    finally:
-        deployed.home.close()
 
 
 def test_answers_of_a_plan_that_ends_are_failures_for_all_waiting_requests(tmp_path: Path) -> None:
     model_dir = save_random_model(tmp_path / "model", small_decoder("llama"), generates=True)
     deployed = Deployed(model_dir, tmp_path)
     spec = read_spec(model_dir)
-    try:
+    with closing(deployed.home), ThreadPoolExecutor(3) as pool:
         deployed.deploy(make_plan(spec, "hmp", (1, 1)), NAMES[:2])
-        leader = deployed.home.ranks[0]
-        requests = [
-            leader.begin(
-                bytes([number]),
-                wire.GenerateTokens(holder="test", epoch=1, max_tokens=200),
-                list(pack_array(np.asarray(PROMPT, np.int32))),
-            )
-            for number in range(3)
-        ]
-        leader.end()
+        requests = [pool.submit(deployed.home.generate, PROMPT, 200, bytes([number])) for number in range(3)]
+        wait_for("all requests", lambda: len(deployed.home.ranks[0]._answers) == 3)
+        deployed.home.ranks[0].end()
         for answer in requests:
             with pytest.raises(StepFailed, match="unloaded"):
-                read_to_the_end(answer)
-    finally:
-        deployed.home.close()
+                answer.result()

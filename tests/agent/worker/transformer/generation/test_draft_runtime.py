@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,14 +17,13 @@ from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.families import read_spec
 from hearth.plan.plan import DRAFT_RANK, draft_plan
 from hearth.plan.transformer import GenerationLimits
-from hearth.wire.framing import pack_array
-from hearth.wire.messages import GenerateTokens, GenerationEnded, Sampling, ShardParts, TokensGenerated
+from hearth.wire.messages import Sampling, ShardParts
 
-torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
 
-from support.engines import store_chunks  # noqa: E402 (needs torch)
-from support.runtimes import RuntimeHome  # noqa: E402
+from support.engines import store_chunks
+from support.runtimes import RuntimeHome
 
 PROMPT = np.random.default_rng(3).integers(3, 2000, 50).tolist()
 SAMPLED = Sampling(temperature=0.9, top_k=40, seed=5)
@@ -32,7 +33,6 @@ def test_draft_model_follows_the_first_rank_and_may_be_missing(tmp_path: Path) -
     model_dir = save_random_model(tmp_path / "model", small_decoder("llama"), generates=True)
     spec, store = read_spec(model_dir), ShardStore(tmp_path / "store", 1 << 40, "all devices")
     chunks = tuple(store_chunks(model_dir, spec, store))
-    home = RuntimeHome(store.path)
 
     def deploy(epoch: int, names: Sequence[str], has_draft: bool = True) -> None:
         draft = spec if has_draft else None  # the model itself, whose guesses are right
@@ -48,20 +48,10 @@ def test_draft_model_follows_the_first_rank_and_may_be_missing(tmp_path: Path) -
         ]
         home.deploy(plan, names, parts)
 
-    def generate(name: str, max_drafted: int) -> tuple[list[int], GenerationEnded]:
-        request = GenerateTokens(
-            holder="test", epoch=home.plan.epoch, max_tokens=60, sampling=SAMPLED, max_drafted=max_drafted
-        )
-        answer = home.ranks[0].begin(name.encode(), request, list(pack_array(np.asarray(PROMPT, np.int32))))
-        tokens: list[int] = []
-        while True:
-            message, _ = answer()
-            if isinstance(message, GenerationEnded):
-                return tokens, message
-            assert isinstance(message, TokensGenerated)
-            tokens += message.token_ids
+    def generate(name: str, max_drafted: int) -> tuple[list[int], Any]:
+        return home.generate(PROMPT, 60, name.encode(), sampling=SAMPLED, max_drafted=max_drafted)
 
-    try:
+    with closing(RuntimeHome(store.path)) as home:
         deploy(1, ("kitchen", "attic"))
         expected, _ = generate("none", 0)
         for number, names in ((2, ("kitchen", "attic")), (3, ("attic", "kitchen")), (4, ("kitchen",))):
@@ -76,5 +66,3 @@ def test_draft_model_follows_the_first_rank_and_may_be_missing(tmp_path: Path) -
         deploy(5, ("kitchen",), has_draft=False)
         assert home.ranks[0]._runtime._draft is None  # type: ignore[union-attr]
         assert generate("without", 8)[0] == expected
-    finally:
-        home.close()

@@ -19,7 +19,6 @@ from hearth.plan.model_spec import KvFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import GenerationLimits, Strategy
 from hearth.wire import messages as wire
-from hearth.wire.framing import pack_array
 
 torch = pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytest.importorskip("transformers")
@@ -77,20 +76,10 @@ class Home:
         scope: str = "",
     ) -> tuple[list[int], wire.GenerationEnded | None]:
         """The tokens, and how the answer ended. `stop_after` so many tokens, the answer is left alone."""
-        request = wire.GenerateTokens(
-            holder="test", epoch=self.epoch, max_tokens=count, first_index=first_index, sampling=sampling, stream=stream,
-            prefix_scope=scope,
+        return self.home.generate(
+            prompt, count, self._request_id(stream, first_index), stop_after,
+            first_index=first_index, sampling=sampling, stream=stream, prefix_scope=scope,
         )  # fmt: skip
-        request_id = self._request_id(stream, first_index)
-        answer = self.home.ranks[0].begin(request_id, request, list(pack_array(np.asarray(prompt, np.int32))))
-        tokens: list[int] = []
-        while stop_after is None or len(tokens) < stop_after:
-            message, _ = answer()
-            if isinstance(message, wire.GenerationEnded):
-                return tokens, message
-            assert isinstance(message, wire.TokensGenerated)
-            tokens += message.token_ids
-        return tokens, None
 
     def cancel(self, stream: str = "story") -> None:
         """Cancel the stream's first request on this plan."""

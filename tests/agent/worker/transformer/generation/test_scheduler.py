@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -24,11 +24,13 @@ def sequence(number: int, prompt: int, max_tokens: int, stop_ids: tuple[int, ...
     return SequenceState(number, request, [10 + i for i in range(prompt)], prompt)
 
 
-def execute_order(scheduler: Scheduler, order: StepOrder, token: int = 7) -> None:
-    """Give each sampled row a token, and remove sequences that have ended."""
+def execute_order(
+    scheduler: Scheduler, order: StepOrder, answer: Callable[[SequenceRows], list[int]] = lambda rows: [7]
+) -> None:
+    """Give each sampled row its new tokens, and remove sequences that have ended."""
     for rows in order.rows:
         if rows.sample:
-            sequence, _ = scheduler.append_tokens(rows.sequence, [token])
+            sequence, _ = scheduler.append_tokens(rows.sequence, answer(rows))
             if sequence is not None and sequence.ended:
                 scheduler.remove(sequence.number)
 
@@ -233,11 +235,7 @@ def test_random_traffic_computes_what_each_sequence_would_alone(seed: int, scope
             continue
         ranks.execute(order)
         speculation.times.record(sum(len(rows.token_ids) for rows in order.rows), 1.0)
-        for rows in order.rows:
-            if rows.sample:
-                sequence, _ = scheduler.append_tokens(rows.sequence, ranks.answer(rows))
-                if sequence is not None and sequence.ended:
-                    scheduler.remove(sequence.number)
+        execute_order(scheduler, order, ranks.answer)
     assert scheduler.idle
     assert not ranks.tokens
     assert scheduler.num_free_blocks == limits.num_kv_blocks
@@ -274,11 +272,7 @@ def test_prefix_cache_outlives_plans_under_pressure(seed: int) -> None:
                 continue
             ranks.execute(order)
             num_found += sum(len(rows.new.cached_tokens) for rows in order.rows if rows.new is not None and step == 0)
-            for rows in order.rows:
-                if rows.sample:
-                    known, _ = scheduler.append_tokens(rows.sequence, ranks.answer(rows))
-                    if known is not None and known.ended:
-                        scheduler.remove(known.number)
+            execute_order(scheduler, order, ranks.answer)
         for blocks in ranks.blocks.values():
             ranks.prefixes.use(blocks)
         earlier = ranks
@@ -366,7 +360,7 @@ def scheduler_after(num_steps: int, first: SequenceState, **limits: int) -> Sche
     scheduler = Scheduler(GenerationLimits(**{"kv_tokens": 100, "max_sequences": 4, "prefill_rows": 64, **limits}))
     scheduler.add(first)
     for step in range(num_steps):
-        execute_order(scheduler, scheduler.next_order(), token=20 + step)
+        execute_order(scheduler, scheduler.next_order(), lambda rows, token=20 + step: [token])
     return scheduler
 
 
