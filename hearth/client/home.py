@@ -339,14 +339,11 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
     async def _call(self, request: wire.ClientRequest, payload: Sequence[Any], timeout_seconds: float) -> Reply:
         repeats = _Repeats(timeout_seconds, self._connection)
         while True:
-            client: RpcClient | None = None
             try:
-                client = await self._connection.client(repeats.failed, repeats.remaining_seconds)
+                client = await repeats.client()
                 return await client.call(repeats.adjusted(request), payload, timeout_seconds=repeats.remaining_seconds)
-            except _REPEATED as error:
-                await repeats.pause(client, error)
-            except WrongKey as error:
-                await repeats.ask_another(client, error)
+            except (*_REPEATED, WrongKey) as error:
+                await repeats.pause(error)
 
     async def _answer(
         self, request: wire.Generate, payload: Sequence[Any], timeout_seconds: float
@@ -361,9 +358,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         first_seconds = last_seconds = 0.0  # when the first and the newest token came
         resumed = False
         while True:
-            client: RpcClient | None = None
             try:
-                client = await self._connection.client(repeats.failed, repeats.remaining_seconds)
+                client = await repeats.client()
                 asked = repeats.adjusted(request).model_copy(update={"generated": tuple(received)})
                 seconds_left = repeats.remaining_seconds
                 stream = client.stream(
@@ -381,11 +377,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                                 part = part._replace(decode_seconds=last_seconds - first_seconds)
                             yield part
                 return
-            except _REPEATED as error:
-                await repeats.pause(client, error)
-                resumed = bool(received)
-            except WrongKey as error:
-                await repeats.ask_another(client, error)
+            except (*_REPEATED, WrongKey) as error:
+                await repeats.pause(error)
                 resumed = bool(received)
 
     async def _watch(
@@ -394,9 +387,8 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         """Stream the events; after a loss of the connection, go on after those that have arrived."""
         repeats, cursor = _Repeats(timeout_seconds, self._connection), request.since
         while True:
-            client: RpcClient | None = None
             try:
-                client = await self._connection.client(repeats.failed, repeats.remaining_seconds)
+                client = await repeats.client()
                 asked = repeats.adjusted(request).model_copy(update={"since": cursor})
                 stream = client.stream(asked, timeout_seconds=_EVENTS_SILENCE_SECONDS, last=wire.Done)
                 async with aclosing(stream) as replies:
@@ -405,19 +397,18 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                             return
                         batch = wire.expect_message(reply.message, wire.EventsRecorded, "the coordinator")
                         cursor = batch.cursor
-                        repeats = _Repeats(timeout_seconds, self._connection)
+                        repeats.restart(timeout_seconds)
                         yield batch
-            except (*_REPEATED, DeadlineExceeded) as error:  # the latter: it is silent
-                await repeats.pause(client, error)
-            except WrongKey as error:
-                await repeats.ask_another(client, error)
+            except (*_REPEATED, WrongKey, DeadlineExceeded) as error:  # the latter: it is silent
+                await repeats.pause(error)
 
 
 class _Repeats:
     """The attempts of one call: its deadline, the pauses between attempts, and when to give up."""
 
     def __init__(self, timeout_seconds: float, connection: Connection) -> None:
-        self.failed: RpcClient | None = None  # the connection of the last attempt
+        self._client: RpcClient | None = None  # of this attempt; None: there was no connection
+        self._failed: RpcClient | None = None  # of the last one
         self._repeated = False
         self._connection = connection
         self._clock = asyncio.get_running_loop().time
@@ -435,25 +426,32 @@ class _Repeats:
             return request
         return request.model_copy(update={"timeout_seconds": _server_seconds(self.remaining_seconds)})
 
-    def restart(self) -> None:
-        """Begin with the shortest pause again, because the last attempt made progress."""
-        self._refused_at = None
+    async def client(self) -> RpcClient:
+        """The connection for the next attempt. Raises as `Connection.client`."""
+        self._client = None
+        self._client = await self._connection.client(self._failed, self.remaining_seconds)
+        return self._client
 
-    async def pause(self, failed: RpcClient | None, error: HearthError) -> None:
-        """Wait before the next attempt. Raises the error if there is no time for one."""
+    def restart(self, timeout_seconds: float | None = None) -> None:
+        """Begin with the shortest pause again, because the last attempt made progress; with a deadline, also with that."""
+        self._refused_at = None
+        if timeout_seconds is not None:
+            self._deadline = self._clock() + timeout_seconds
+
+    async def pause(self, error: HearthError) -> None:
+        """Wait before the next attempt. Raises the error if there is no time for one.
+
+        After a refusal of the key, another coordinator is tried once: a standby that has lost its disk knows no app.
+        """
+        if isinstance(error, WrongKey) and self._client in (None, self._failed):
+            raise error
         now = self._clock()
         self._refused_at = now if self._refused_at is None else self._refused_at
         seconds = min(max(_PAUSE_FRACTION * (now - self._refused_at), _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
         if self._connection.closed or self.remaining_seconds <= seconds + self._margin_seconds:
             raise error
-        self.failed, self._repeated = failed, True
+        self._failed, self._repeated = self._client, True
         await asyncio.sleep(seconds)
-
-    async def ask_another(self, refusing: RpcClient | None, error: WrongKey) -> None:
-        """Try another coordinator once: a standby that has lost its disk knows no app. Raises the error if that was tried."""
-        if refusing is None or refusing is self.failed:
-            raise error
-        await self.pause(refusing, error)
 
 
 def _request_fields(timeout_seconds: float, model: str | None = None) -> dict[str, Any]:

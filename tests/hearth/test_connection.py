@@ -205,7 +205,7 @@ def test_call_is_repeated_soon_after_a_failover_but_does_not_flood_a_home_that_i
         times = [clock()]
         try:
             while True:
-                await repeats.pause(None, errors.Unreachable(endpoint="x", seconds=1.0))
+                await repeats.pause(errors.Unreachable(endpoint="x", seconds=1.0))
                 times.append(clock())
         except errors.Unreachable:
             return times

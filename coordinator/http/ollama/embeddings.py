@@ -8,12 +8,9 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from coordinator.http.answer_stream import while_connected
 from coordinator.http.ollama.common import KeepAlive, keep_loaded
-from coordinator.http.openai.embeddings import shortened
+from coordinator.http.openai.embeddings import embedded, shortened
 from coordinator.http.request import Answer, Body, Call, Texts
-
-_EMBED_SECONDS = 600.0
 
 
 class Embed(Body):
@@ -45,9 +42,7 @@ async def embed(call: Call) -> Answer:
     if not asked.input:
         await keep_loaded(served, asked.keep_alive)
         return {"model": asked.model, "embeddings": []}
-    result = await while_connected(
-        call.receive, served.home.request_embeddings(list(asked.input), _EMBED_SECONDS, model=served.deployment)
-    )
+    result = await embedded(call, served, asked.input)
     await keep_loaded(served, asked.keep_alive)
     return {
         "model": asked.model,
@@ -65,8 +60,6 @@ async def embed_one(call: Call) -> Answer:
     if not asked.prompt:
         await keep_loaded(served, asked.keep_alive)
         return {"embedding": []}
-    result = await while_connected(
-        call.receive, served.home.request_embeddings([asked.prompt], _EMBED_SECONDS, model=served.deployment)
-    )
+    result = await embedded(call, served, [asked.prompt])
     await keep_loaded(served, asked.keep_alive)
     return {"embedding": result.vectors[0].tolist()}

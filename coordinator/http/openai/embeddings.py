@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from coordinator.http.answer_stream import while_connected
 from coordinator.http.failures import Failure, unsupported
+from coordinator.http.homes import Asked
 from coordinator.http.request import Answer, Body, Call
+from hearth.client.home import Result
 
 _EMBED_SECONDS = 600.0
 
@@ -19,7 +21,6 @@ class Embeddings(Body):
     """The body of the request."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})
-    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
 
     model: str
     input: str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...] = Field(max_length=4096)
@@ -42,15 +43,19 @@ async def embeddings(call: Call) -> Answer:
     asked = Embeddings.read(call.body)
     texts = asked.texts()
     served = await call.ready(asked.model)
-    result = await while_connected(
-        call.receive, served.home.request_embeddings(texts, _EMBED_SECONDS, model=served.deployment)
-    )
+    result = await embedded(call, served, texts)
     data = [
         {"object": "embedding", "index": index, "embedding": _encoded(vector, asked.encoding_format)}
         for index, vector in enumerate(shortened(result.vectors, asked.dimensions))
     ]
     usage = {"prompt_tokens": result.num_tokens, "total_tokens": result.num_tokens}
     return {"object": "list", "data": data, "model": served.model, "usage": usage}
+
+
+async def embedded(call: Call, served: Asked, texts: Sequence[str]) -> Result:
+    """The vectors of texts by this model, unless the client goes away."""
+    request = served.home.request_embeddings(texts, _EMBED_SECONDS, model=served.deployment)
+    return await while_connected(call.receive, request)
 
 
 def shortened(vectors: Any, dimensions: int | None) -> Any:
