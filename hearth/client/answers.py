@@ -15,19 +15,7 @@ from pydantic import BaseModel, ValidationError
 from hearth.errors import BadRequest, HearthError
 from hearth.protocol import MAX_PAYLOAD_FRAMES
 from hearth.validation import first_error
-from hearth.wire.messages import (
-    AnswerConstraint,
-    ChatMessage,
-    DeviceTrace,
-    Inferred,
-    LogProb,
-    Message,
-    TextEnded,
-    TextGenerated,
-    TokenLogProbs,
-    ToolCall,
-    expect_message,
-)
+from hearth.wire import messages as wire
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,7 +28,7 @@ _CLOSE_SECONDS = 10.0  # longest wait of `Generation.close` for the event loop: 
 
 _M = TypeVar("_M", bound=BaseModel)
 
-Chat = Sequence[ChatMessage | Mapping[str, Any]]  # {"role": "user", "content": "..."}
+Chat = Sequence[wire.ChatMessage | Mapping[str, Any]]  # {"role": "user", "content": "..."}
 RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
@@ -49,7 +37,7 @@ class InferenceResult(NamedTuple):
 
     outputs: dict[str, np.ndarray[Any, Any]]
     latency_seconds: float
-    traces: tuple[DeviceTrace, ...]
+    traces: tuple[wire.DeviceTrace, ...]
 
 
 def array_frames(inputs: Arrays) -> list[Any]:
@@ -69,11 +57,11 @@ def array_frames(inputs: Arrays) -> list[Any]:
     return frames
 
 
-def decode_inference(message: Message, payload: Sequence[Any]) -> InferenceResult:
+def decode_inference(message: wire.Message, payload: Sequence[Any]) -> InferenceResult:
     """Decode the coordinator's answer. Raises BadMessage."""
     from hearth.wire.framing import unpack_arrays
 
-    answer = expect_message(message, Inferred, "the coordinator")
+    answer = wire.expect_message(message, wire.Inferred, "the coordinator")
     return InferenceResult(unpack_arrays(answer.names, payload), answer.latency_seconds, answer.traces)
 
 
@@ -88,8 +76,8 @@ class Token(NamedTuple):
     token_id: int | None
     seconds: float  # from sending the request to receiving this token
     reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    log_probs: TokenLogProbs | None = None  # if they were asked for
+    tool_calls: tuple[wire.ToolCall, ...] = ()
+    log_probs: wire.TokenLogProbs | None = None  # if they were asked for
 
     @property
     def logprob(self) -> float | None:
@@ -97,7 +85,7 @@ class Token(NamedTuple):
         return None if self.log_probs is None else self.log_probs.chosen.value
 
     @property
-    def top_logprobs(self) -> tuple[LogProb, ...]:
+    def top_logprobs(self) -> tuple[wire.LogProb, ...]:
         """The most likely tokens in its place: `token_id`, `value` and `piece`, the token's bytes."""
         return () if self.log_probs is None else self.log_probs.top
 
@@ -129,8 +117,8 @@ class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncItera
 
     def __init__(self, parts: AsyncGenerator[Token | Usage, None]) -> None:
         self.token_ids: list[int] = []
-        self.tool_calls: list[ToolCall] = []
-        self.log_probs: list[TokenLogProbs] = []
+        self.tool_calls: list[wire.ToolCall] = []
+        self.log_probs: list[wire.TokenLogProbs] = []
         self.reasoning = ""
         self.usage: Usage | None = None
         self._parts = parts
@@ -198,12 +186,12 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
         return self._answer.token_ids
 
     @property
-    def log_probs(self) -> list[TokenLogProbs]:
+    def log_probs(self) -> list[wire.TokenLogProbs]:
         """The tokens' log-probabilities received so far, if they were asked for."""
         return self._answer.log_probs
 
     @property
-    def tool_calls(self) -> list[ToolCall]:
+    def tool_calls(self) -> list[wire.ToolCall]:
         """The calls of tools received so far."""
         return self._answer.tool_calls
 
@@ -265,15 +253,15 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
 # ---- requests and their parts ----------------------------------------------------------------------------------------
 
 
-def stream_parts(message: Message, seconds: float, first_token_seconds: float) -> list[Token | Usage]:
+def stream_parts(message: wire.Message, seconds: float, first_token_seconds: float) -> list[Token | Usage]:
     """Convert one message of a stream. The text of a message with several tokens is given to the last of them."""
-    if isinstance(message, TextGenerated):
+    if isinstance(message, wire.TextGenerated):
         *others, last = message.token_ids or (None,)
         log_probs = message.log_probs or (None,) * (len(others) + 1)
         newest = Token(message.text, last, seconds, message.reasoning, message.tool_calls, log_probs[-1])
         earlier = zip(others, log_probs, strict=False)
         return [*(Token("", token_id, seconds, log_probs=each) for token_id, each in earlier), newest]
-    end = expect_message(message, TextEnded, "the coordinator")
+    end = wire.expect_message(message, wire.TextEnded, "the coordinator")
     usage = Usage(
         end.num_prompt_tokens,
         end.num_tokens,
@@ -289,24 +277,24 @@ def stream_parts(message: Message, seconds: float, first_token_seconds: float) -
     return [*([held_back] if end.text or end.reasoning or end.tool_calls else []), usage]
 
 
-def chat_message(message: ChatMessage | Mapping[str, Any]) -> ChatMessage:
+def chat_message(message: wire.ChatMessage | Mapping[str, Any]) -> wire.ChatMessage:
     """Convert one message of a chat, also with calls of tools in the form of OpenAI's API. Raises BadRequest."""
-    if isinstance(message, ChatMessage):
+    if isinstance(message, wire.ChatMessage):
         return message
     if not isinstance(message, Mapping):
         raise BadRequest(reason="each message of a chat needs a role and a content")
     calls = message.get("tool_calls") or ()
     content = message.get("content")
     text = "" if content is None and calls else content
-    return valid(ChatMessage, **{**message, "content": text, "tool_calls": tuple(map(_tool_call, calls))})
+    return valid(wire.ChatMessage, **{**message, "content": text, "tool_calls": tuple(map(_tool_call, calls))})
 
 
-def _tool_call(call: ToolCall | Mapping[str, Any]) -> ToolCall:
-    if isinstance(call, ToolCall):
+def _tool_call(call: wire.ToolCall | Mapping[str, Any]) -> wire.ToolCall:
+    if isinstance(call, wire.ToolCall):
         return call
     try:
         function = call["function"]
-        return valid(ToolCall, id=call.get("id") or "", name=function["name"], arguments=function["arguments"])
+        return valid(wire.ToolCall, id=call.get("id") or "", name=function["name"], arguments=function["arguments"])
     except (KeyError, TypeError, AttributeError):
         reason = 'each of tool_calls must be {"id": ..., "function": {"name": ..., "arguments": a JSON text}}'
         raise BadRequest(reason=reason) from None
@@ -314,7 +302,7 @@ def _tool_call(call: ToolCall | Mapping[str, Any]) -> ToolCall:
 
 def constraint(
     schema: Mapping[str, Any] | str | None, regex: str | None, grammar: str | None
-) -> AnswerConstraint | None:
+) -> wire.AnswerConstraint | None:
     """What an answer must match; None: anything. Raises BadRequest if more than one is given, or a text is too long."""
     if schema is not None and not isinstance(schema, str):
         schema = json.dumps(schema)
@@ -323,7 +311,7 @@ def constraint(
     ]
     if len(given) > 1:
         raise BadRequest(reason="give a schema, a regex or a grammar, and only one of them")
-    return valid(AnswerConstraint, kind=given[0][0], text=given[0][1]) if given else None
+    return valid(wire.AnswerConstraint, kind=given[0][0], text=given[0][1]) if given else None
 
 
 def called_tools(choice: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:

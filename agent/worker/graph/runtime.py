@@ -21,17 +21,8 @@ from hearth.plan.graph import weights_stay_in_place
 from hearth.plan.plan import is_graph_plan
 from hearth.platform.machine import keep_freed_buffers
 from hearth.transport.sockets import SocketTransport
+from hearth.wire import messages as wire
 from hearth.wire.codec import Codec
-from hearth.wire.messages import (
-    ConnectPeers,
-    Message,
-    Run,
-    SegmentFiles,
-    SegmentParts,
-    Start,
-    WorkerBound,
-    WorkerProgress,
-)
 
 log = logging.getLogger("hearth.worker")
 
@@ -44,7 +35,7 @@ class _LoadedSegment(NamedTuple):
     `copied_bytes` are those of weights if each operator has a copy. `in_place`: they are read where they are mapped.
     """
 
-    files: SegmentFiles
+    files: wire.SegmentFiles
     session: SegmentSession
     num_bytes: int
     copied_bytes: int
@@ -61,23 +52,23 @@ class GraphRuntime:
     _loaded: list[_LoadedSegment]  # from `load` on
     _transport: SocketTransport
 
-    def __init__(self, start: Start, answer: SendAnswer, previous: GraphRuntime | None = None) -> None:
+    def __init__(self, start: wire.Start, answer: SendAnswer, previous: GraphRuntime | None = None) -> None:
         plan, parts = start.load.plan, start.load.parts
         assert is_graph_plan(plan)
-        assert isinstance(parts, SegmentParts)
+        assert isinstance(parts, wire.SegmentParts)
         self._start, self._plan, self._parts = start, plan, parts
         self._answer = answer
         self._previous = previous
         self._engine: GraphEngine | None = None  # from `connect` on
         self._routes = routes_for(plan, start.load.rank)
 
-    def load(self, is_given_up: Callable[[], bool]) -> WorkerBound:
+    def load(self, is_given_up: Callable[[], bool]) -> wire.WorkerBound:
         load, segments = self._start.load, self._routes.segments
         if len(self._parts.files) != len(segments):
             reason = f"files of {len(self._parts.files)} segments for a rank with {len(segments)} segments"
             raise BadRequest(reason=reason)
         previous, self._previous = self._previous, None
-        held: dict[SegmentFiles, _LoadedSegment] = {}
+        held: dict[wire.SegmentFiles, _LoadedSegment] = {}
         if previous is None:
             self._transport = bind_transport(self._start, _COPIED_BYTES)
         else:
@@ -103,21 +94,21 @@ class GraphRuntime:
                 )
         keep_freed_buffers()  # from here on, buffers have the same few sizes
         log.info("%d segments on %s, %d of them kept", len(segments), self._loaded[0].session.provider, len(held))
-        return WorkerBound(
+        return wire.WorkerBound(
             port=self._transport.port,
             public_key=self._transport.public_key,
             num_bytes_loaded=sum(each.num_bytes for each in self._loaded),
         )
 
     def _copied_bytes(
-        self, segment: OwnSegment, files: SegmentFiles, held: Mapping[SegmentFiles, _LoadedSegment]
+        self, segment: OwnSegment, files: wire.SegmentFiles, held: Mapping[wire.SegmentFiles, _LoadedSegment]
     ) -> int:
         if files in held:
             return held[files].copied_bytes
         return copied_bytes(files, _name(segment, self._start.load.rank), Path(self._start.store_path))
 
     def _load_segment(
-        self, segment: OwnSegment, files: SegmentFiles, num_copied: int, in_place: WeightFiles | None
+        self, segment: OwnSegment, files: wire.SegmentFiles, num_copied: int, in_place: WeightFiles | None
     ) -> _LoadedSegment:
         start = self._start
         session, num_bytes = load_segment(
@@ -126,7 +117,7 @@ class GraphRuntime:
         )  # fmt: skip
         return _LoadedSegment(files, session, num_bytes, num_copied, in_place is not None)
 
-    def _give_up(self, wanted: Sequence[SegmentFiles]) -> dict[SegmentFiles, _LoadedSegment]:
+    def _give_up(self, wanted: Sequence[wire.SegmentFiles]) -> dict[wire.SegmentFiles, _LoadedSegment]:
         """Release the transport, and return the loaded segments that the next plan wants. `run` has returned."""
         if self._engine is not None:
             self._engine.close()
@@ -134,7 +125,7 @@ class GraphRuntime:
         loaded, self._loaded = self._loaded, []
         return {each.files: each for each in loaded if each.files in wanted}
 
-    def connect(self, request: ConnectPeers) -> None:
+    def connect(self, request: wire.ConnectPeers) -> None:
         self._transport.connect(request.peers)
         codecs = {peer.rank: Codec(self._plan.wire, peer.bytes_per_second, time.perf_counter) for peer in request.peers}
         self._engine = GraphEngine(
@@ -146,12 +137,12 @@ class GraphRuntime:
     def run(self) -> None:
         self._running.compute()
 
-    def handle(self, request: bytes, message: Message, payload: list[bytes]) -> None:
-        if not isinstance(message, Run):
+    def handle(self, request: bytes, message: wire.Message, payload: list[bytes]) -> None:
+        if not isinstance(message, wire.Run):
             raise BadRequest(reason=f"the worker of a graph does not accept {type(message).__name__}")
         self._running.run(request, message, payload)
 
-    def progress(self) -> WorkerProgress:
+    def progress(self) -> wire.WorkerProgress:
         return self._running.progress()
 
     def abort(self, step: int | None, reason: str) -> None:

@@ -13,36 +13,23 @@ from rich.text import Text
 
 from coordinator.cli.render.tables import cut_text, device_lines, make_table, right_column, sensor_texts
 from hearth.platform.units import format_bytes, format_seconds
-from hearth.wire.messages import (
-    CoordinatorStarted,
-    DeviceChanged,
-    DeviceInfo,
-    DeviceSampled,
-    Event,
-    LinkRated,
-    PhaseChanged,
-    PlanChanged,
-    RecordedEvent,
-    RequestEnded,
-    ServedModel,
-    Status,
-)
+from hearth.wire import messages as wire
 
 _HEADING_LINES = 2  # of a table
 _MOST_EVENTS = 10
 _OUTCOME_COLOURS = {"served": "green", "cancelled": "yellow", "refused": "yellow", "failed": "red"}
 
 
-def event_line(recorded: RecordedEvent) -> str:
+def event_line(recorded: wire.RecordedEvent) -> str:
     """One event in one line, without markup: local time, kind, and what happened."""
     at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(recorded.unix_seconds))
     return f"{at}  {recorded.event.kind.replace('_', ' ')}: {describe(recorded.event)}"
 
 
-def describe(event: Event) -> str:
+def describe(event: wire.Event) -> str:
     """What happened, in one line."""
     match event:
-        case RequestEnded():
+        case wire.RequestEnded():
             by = f" for {event.app}" if event.app else ""
             parts = [f"{event.operation} {event.model}{by} {event.outcome} after {format_seconds(event.seconds)}"]
             if event.first_token_seconds is not None:
@@ -58,35 +45,35 @@ def describe(event: Event) -> str:
             if event.message:
                 parts.append(f"{event.message} {event.advice}")
             return "; ".join(parts)
-        case DeviceSampled():
+        case wire.DeviceSampled():
             parts = [
                 event.name, f"load {_percent(event.cpu_load)}", f"{format_bytes(event.memory_available_bytes)} free"
             ]  # fmt: skip
             if event.gpu_load is not None:
                 parts.append(f"GPU {_percent(event.gpu_load)}")
             return ", ".join([*parts, *sensor_texts(event)])
-        case DeviceChanged():
+        case wire.DeviceChanged():
             return f"{event.name} is {event.state}" + (f": {event.reason}" if event.reason else "")
-        case LinkRated():
+        case wire.LinkRated():
             rate = f"{8 * event.bytes_per_second / 1e6:.0f} Mbit/s"
             return f"{event.source[:8]} to {event.target[:8]}: {rate}, round trip {format_seconds(event.round_trip_seconds)}"
-        case PlanChanged():
+        case wire.PlanChanged():
             where = f"{event.strategy} on {', '.join(event.devices)}"
             return f"{event.model}: {where} ({event.reason}), predicted {format_seconds(event.predicted_seconds)}"
-        case PhaseChanged():
+        case wire.PhaseChanged():
             return f"{event.deployment} is {event.phase}: {event.cause}"
-        case CoordinatorStarted():
+        case wire.CoordinatorStarted():
             return f"{event.name} (Hearth {event.version})"
 
 
-def request_lines(recorded: Iterable[RecordedEvent], now: float) -> Table:
+def request_lines(recorded: Iterable[wire.RecordedEvent], now: float) -> Table:
     """Requests that have ended, newest first, each in one line; the names are cut where that is too narrow."""
     numbers = ("ago", "queue", "first token", "tokens", "tokens/s")
     shown = (right_column(each, no_wrap=True) for each in numbers)
     table = make_table(Column("request"), Column("outcome", no_wrap=True), *shown)
     for each in recorded:
         event = each.event
-        if not isinstance(event, RequestEnded):
+        if not isinstance(event, wire.RequestEnded):
             continue
         app = f" [dim]{escape(event.app)}[/]" if event.app else ""
         colour = _OUTCOME_COLOURS[event.outcome]
@@ -105,11 +92,11 @@ def request_lines(recorded: Iterable[RecordedEvent], now: float) -> Table:
 class Watched(NamedTuple):
     """What `hearth status --watch` shows, as last read. `requests` and `happened`: newest last."""
 
-    status: Status | None = None
-    models: Sequence[ServedModel] = ()
-    devices: Sequence[DeviceInfo] = ()
-    requests: Sequence[RecordedEvent] = ()
-    happened: Sequence[RecordedEvent] = ()
+    status: wire.Status | None = None
+    models: Sequence[wire.ServedModel] = ()
+    devices: Sequence[wire.DeviceInfo] = ()
+    requests: Sequence[wire.RecordedEvent] = ()
+    happened: Sequence[wire.RecordedEvent] = ()
     problem: str = ""  # why it may be out of date
 
 

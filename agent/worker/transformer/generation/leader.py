@@ -20,16 +20,8 @@ from agent.worker.transformer.generation.steps import StepExecutor
 from hearth.errors import BadGrammar, BadRequest, HearthError, StepFailed
 from hearth.plan.common import ValueFormatName
 from hearth.plan.plan import TransformerPlan
+from hearth.wire import messages as wire
 from hearth.wire.framing import unpack_array
-from hearth.wire.messages import (
-    Failed,
-    GenerateTokens,
-    GenerationEnded,
-    KeptCache,
-    KeptPrefixes,
-    Message,
-    TokensGenerated,
-)
 
 log = logging.getLogger("hearth.worker")
 
@@ -38,7 +30,7 @@ _KEPT_SECONDS = 30.0
 # The same after the last token: it is lost if the coordinator has died, and the next one asks within about twice its lease.
 _ENDED_SECONDS = 10.0
 
-Replies = list[tuple[bytes, Message]]  # request id and answer
+Replies = list[tuple[bytes, wire.Message]]  # request id and answer
 
 
 @dataclass
@@ -64,9 +56,9 @@ class Leader:
         self,
         plan: TransformerPlan,
         executor: StepExecutor,
-        kept: Sequence[KeptCache] = (),
+        kept: Sequence[wire.KeptCache] = (),
         speculation: Speculation | None = None,
-        prefixes: KeptPrefixes | None = None,
+        prefixes: wire.KeptPrefixes | None = None,
     ) -> None:
         """`kept` are KV caches of earlier plans, with which their streams continue; `prefixes`: of their prefix cache."""
         assert plan.body.generation is not None
@@ -101,7 +93,7 @@ class Leader:
             return None
         return max(min(due) - time.monotonic(), 0.0)
 
-    def submit(self, request_id: bytes, request: GenerateTokens, payload: list[bytes]) -> Replies:
+    def submit(self, request_id: bytes, request: wire.GenerateTokens, payload: list[bytes]) -> Replies:
         """Queue a request; return its first answers. Raises BadRequest, or the error that ended this plan."""
         if self._failure is not None:
             raise self._failure
@@ -132,7 +124,7 @@ class Leader:
         self._expiries.pop(number, None)
         if (earlier := self._requests.get(number)) is not None:  # of a coordinator that is gone
             error = BadRequest(reason="a newer request continues this stream")
-            replies.append((earlier.request_id, Failed.of(error)))
+            replies.append((earlier.request_id, wire.Failed.of(error)))
         request = self._requests[number] = _PendingRequest(
             request_id,
             submitted=now,
@@ -230,23 +222,23 @@ class Leader:
             return []
         reason = f"after {len(sequence.generated)} tokens no further one was found, or a device cannot apply it"
         error = BadGrammar(what="grammar", reason=reason)
-        return [(request.request_id, Failed.of(error))]
+        return [(request.request_id, wire.Failed.of(error))]
 
     def _answer_tokens(self, sequence: SequenceState, request: _PendingRequest, count: int) -> Replies:
         """Answer with the newest `count` tokens of a sequence."""
         if request.first_token is None:
             request.first_token = time.monotonic()
         tokens, log_probs = tuple(sequence.generated[-count:]), tuple(sequence.log_probs[-count:])
-        replies: Replies = [(request.request_id, TokensGenerated(token_ids=tokens, log_probs=log_probs))]
+        replies: Replies = [(request.request_id, wire.TokensGenerated(token_ids=tokens, log_probs=log_probs))]
         if sequence.ended:
             replies.append((request.request_id, self._end(sequence, request)))
             self._pause(sequence.number, _ENDED_SECONDS)
         return replies
 
-    def _end(self, sequence: SequenceState, request: _PendingRequest) -> GenerationEnded:
+    def _end(self, sequence: SequenceState, request: _PendingRequest) -> wire.GenerationEnded:
         now = time.monotonic()
         started, first = request.started or now, request.first_token or now
-        return GenerationEnded(
+        return wire.GenerationEnded(
             reason="stop" if sequence.generated[-1] in sequence.request.stop_ids else "length",
             num_prompt_tokens=sequence.num_prompt_tokens + request.num_earlier_tokens,
             num_tokens=len(sequence.generated) - request.num_earlier_tokens,
@@ -276,7 +268,7 @@ class Leader:
         self._failure = error
         failed, self._requests = list(self._requests.values()), {}
         self._scheduler, self._expiries = self._new_scheduler(), {}
-        return [(request.request_id, Failed.of(error)) for request in failed]
+        return [(request.request_id, wire.Failed.of(error)) for request in failed]
 
     def _new_scheduler(self) -> Scheduler:
         return Scheduler(self._limits, self._whole_prompts, self._num_groups, self._speculation)

@@ -24,19 +24,7 @@ from agent.worker.transformer.generation.block_pool import BlockPool, num_blocks
 from agent.worker.transformer.generation.sequence import SequenceState, common_prefix
 from agent.worker.transformer.generation.speculation import Speculation
 from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
-from hearth.wire.messages import (
-    PREFIX_KEY_BYTES,
-    AdoptedPrefixes,
-    GenerateTokens,
-    KeptCache,
-    KeptPrefixes,
-    MovedCache,
-    NewSequence,
-    PublishedBlock,
-    SequenceRows,
-    StepOrder,
-    split_keys,
-)
+from hearth.wire import messages as wire
 
 
 class Scheduler:
@@ -64,9 +52,9 @@ class Scheduler:
         self._running: dict[int, SequenceState] = {}
         self._by_cache: dict[int, SequenceState] = {}  # running and paused ones
         self._freed: list[int] = []
-        self._published: list[PublishedBlock] = []  # since the last order
-        self._kept_prefixes: KeptPrefixes | None = None  # of the plan's ranks, until the first order
-        self._kept: dict[str, KeptCache] = {}  # of the plan's ranks, by stream, until a sequence takes it over
+        self._published: list[wire.PublishedBlock] = []  # since the last order
+        self._kept_prefixes: wire.KeptPrefixes | None = None  # of the plan's ranks, until the first order
+        self._kept: dict[str, wire.KeptCache] = {}  # of the plan's ranks, by stream, until a sequence takes it over
         self._dropped: list[str] = []
         self._paused: dict[int, SequenceState] = {}  # whose KV caches are kept, by number, oldest first
         self._prefilled_last = False
@@ -100,7 +88,7 @@ class Scheduler:
         room = min(limits.kv_tokens, limits.context or limits.kv_tokens)
         return min(room, limits.prefill_rows) if self._whole_prompts else room
 
-    def keep(self, caches: Iterable[KeptCache], prefixes: KeptPrefixes | None = None) -> None:
+    def keep(self, caches: Iterable[wire.KeptCache], prefixes: wire.KeptPrefixes | None = None) -> None:
         """Let sequences use what the ranks have kept of earlier plans: those of these streams, and the prefix cache."""
         self._kept = {kept.stream: kept for kept in caches}
         self._kept_prefixes = prefixes
@@ -121,7 +109,7 @@ class Scheduler:
             sequence.drafter = self._speculation.new_drafter()
         self._waiting.append(sequence)
 
-    def resume(self, request: GenerateTokens, prompt: list[int]) -> SequenceState | None:
+    def resume(self, request: wire.GenerateTokens, prompt: list[int]) -> SequenceState | None:
         """The sequence that `request` continues, if there is one: of the same stream, with equal tokens. It goes on.
 
         It may have been cancelled or have ended, because its coordinator was gone, or still run for that one.
@@ -157,7 +145,7 @@ class Scheduler:
         if (sequence := self._paused.pop(number, None)) is not None:
             self._free(sequence)
 
-    def next_order(self) -> StepOrder | None:
+    def next_order(self) -> wire.StepOrder | None:
         """Decide the next step, which must then be executed. None: nothing to do until a step in flight has ended."""
         if self._kept_prefixes is not None:
             return self._adopt(self._kept_prefixes)
@@ -173,16 +161,16 @@ class Scheduler:
         dropped, self._dropped = tuple(self._dropped), []
         published, self._published = [each for each in self._published if self._pool.is_cached(*each)], []
         kind: Literal["prefill", "decode"] = "prefill" if self._prefilled_last else "decode"
-        return StepOrder(kind=kind, rows=rows, freed=freed, dropped_streams=dropped, published=tuple(published))
+        return wire.StepOrder(kind=kind, rows=rows, freed=freed, dropped_streams=dropped, published=tuple(published))
 
-    def _adopt(self, kept: KeptPrefixes) -> StepOrder:
+    def _adopt(self, kept: wire.KeptPrefixes) -> wire.StepOrder:
         """Have the ranks take what they have kept of the prefix cache into blocks of this plan, as far as there is room."""
         self._kept_prefixes = None
-        num_blocks = len(kept.keys) // PREFIX_KEY_BYTES
+        num_blocks = len(kept.keys) // wire.PREFIX_KEY_BYTES
         num_dropped = max(num_blocks - max(self._pool.num_free - self._num_kept_blocks, 0), 0)
-        kept = kept.model_copy(update={"keys": kept.keys[num_dropped * PREFIX_KEY_BYTES :]})
-        blocks = self._pool.adopt(split_keys(kept.keys))
-        return StepOrder(kind="decode", rows=(), adopted=AdoptedPrefixes(kept=kept, blocks=tuple(blocks)))
+        kept = kept.model_copy(update={"keys": kept.keys[num_dropped * wire.PREFIX_KEY_BYTES :]})
+        blocks = self._pool.adopt(wire.split_keys(kept.keys))
+        return wire.StepOrder(kind="decode", rows=(), adopted=wire.AdoptedPrefixes(kept=kept, blocks=tuple(blocks)))
 
     def append_tokens(self, cache: int, tokens: Sequence[int]) -> tuple[SequenceState | None, list[int]]:
         """Append a step's accepted drafts and the token after them, up to a stop token.
@@ -208,7 +196,7 @@ class Scheduler:
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> tuple[SequenceState, NewSequence] | None:
+    def _admit(self) -> tuple[SequenceState, wire.NewSequence] | None:
         """Start the first waiting sequence, with the rows that it does not have to compute, if there is room for it.
 
         Strictly first come, first served; otherwise a long prompt could wait for ever. A block per running sequence stays free,
@@ -234,7 +222,7 @@ class Scheduler:
         cached, sequence.pending = sequence.pending[:num_cached], sequence.pending[num_cached:]
         if not sequence.last_order:
             sequence.num_kept_rows = len(moved.token_ids) if moved is not None else num_cached
-        return sequence, NewSequence(
+        return sequence, wire.NewSequence(
             blocks=tuple(sequence.blocks),
             cached_tokens=tuple(cached),
             num_prompt_tokens=sequence.num_prompt_tokens,
@@ -255,7 +243,7 @@ class Scheduler:
     def _shares_prefixes(self, sequence: SequenceState) -> bool:
         return not self._whole_prompts and bool(sequence.request.prefix_scope)
 
-    def _make_room(self, count: int, kept: KeptCache | None = None) -> bool:
+    def _make_room(self, count: int, kept: wire.KeptCache | None = None) -> bool:
         """Have so many free blocks, in addition to what is kept of earlier plans. Returns whether there are.
 
         Frees paused sequences first, and drops the KV caches of earlier plans but `kept` then; the oldest of each first.
@@ -303,7 +291,7 @@ class Scheduler:
         sequence.cache, sequence.blocks, sequence.num_published = 0, [], 0
         sequence.drafts, sequence.num_rejected = (), 0
 
-    def _take_kept(self, sequence: SequenceState, kept: KeptCache) -> MovedCache | None:
+    def _take_kept(self, sequence: SequenceState, kept: wire.KeptCache) -> wire.MovedCache | None:
         """Let a sequence take over what is kept of its stream; None if its tokens are others."""
         tokens = np.frombuffer(kept.token_ids, "<i4").tolist()
         # One row at least is computed: a token is sampled after it.
@@ -312,7 +300,7 @@ class Scheduler:
             self._drop(kept.stream)
             return None
         del self._kept[kept.stream]
-        moved = MovedCache(
+        moved = wire.MovedCache(
             stream=kept.stream,
             token_ids=tuple(sequence.pending[:num_rows]),
             transfers=kept.transfers,
@@ -327,7 +315,7 @@ class Scheduler:
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
-    def _decode_rows(self, sequences: list[SequenceState]) -> tuple[SequenceRows, ...]:
+    def _decode_rows(self, sequences: list[SequenceState]) -> tuple[wire.SequenceRows, ...]:
         """The next rows of the group that decodes next: the sequences that have waited longest."""
         num_decoding = sum(sequence.prefilled for sequence in self._running.values())
         group = sorted(sequences, key=lambda each: each.last_order)[: -(-num_decoding // self._num_groups)]
@@ -357,7 +345,7 @@ class Scheduler:
         ]
         return self._speculation.drafts(group, most, self._limits.max_sequences - len(group))
 
-    def _prefill_rows(self) -> tuple[SequenceRows, ...]:
+    def _prefill_rows(self) -> tuple[wire.SequenceRows, ...]:
         """The next rows of prompts, of running sequences and then of those that can be admitted."""
         room = self._limits.prefill_rows
         chunks = []
@@ -382,15 +370,15 @@ class Scheduler:
         sequence: SequenceState,
         count: int,
         blocks: tuple[int, ...] = (),
-        new: NewSequence | None = None,
+        new: wire.NewSequence | None = None,
         drafts: Sequence[int] = (),
-    ) -> SequenceRows:
+    ) -> wire.SequenceRows:
         """The next rows of a sequence, at most `count` and its `drafts`."""
         tokens, sequence.pending = sequence.pending[:count], sequence.pending[count:]
         sequence.last_order = self._num_orders
         self._publish(sequence)
         num_rejected, sequence.num_rejected, sequence.drafts = sequence.num_rejected, 0, tuple(drafts)
-        return SequenceRows(
+        return wire.SequenceRows(
             sequence=sequence.cache,
             token_ids=(*tokens, *drafts),
             sample=not sequence.pending,
@@ -410,5 +398,5 @@ class Scheduler:
             keys = sequence.prefix_keys()
             for index in range(sequence.num_published, num_full):
                 if self._pool.publish(sequence.blocks[index], keys[index]):
-                    self._published.append(PublishedBlock(sequence.blocks[index], keys[index]))
+                    self._published.append(wire.PublishedBlock(sequence.blocks[index], keys[index]))
             sequence.num_published = num_full

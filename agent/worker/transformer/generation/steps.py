@@ -40,16 +40,7 @@ from hearth.plan.phases import Phase
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.platform.machine import give_back_freed_buffers
-from hearth.wire.messages import (
-    MAX_KEPT_BLOCKS,
-    AdoptedPrefixes,
-    SequenceRows,
-    StepOrder,
-    TokenLogProbs,
-    decode,
-    encode,
-    split_keys,
-)
+from hearth.wire import messages as wire
 
 log = logging.getLogger("hearth.worker")
 
@@ -63,7 +54,7 @@ class NewTokens(NamedTuple):
     """The new tokens of a sequence: accepted drafts, and one more; none if its grammar cannot be followed any further."""
 
     token_ids: list[int]
-    log_probs: list[TokenLogProbs]  # of each token, if they are asked for
+    log_probs: list[wire.TokenLogProbs]  # of each token, if they are asked for
 
 
 SampledTokens: TypeAlias = dict[int, NewTokens]  # by the number of the sequence
@@ -140,10 +131,10 @@ class StepExecutor:
         """Whether another step may be begun."""
         return len(self._in_flight) < self._plan.body.max_steps_in_flight
 
-    def begin(self, order: StepOrder) -> None:
+    def begin(self, order: wire.StepOrder) -> None:
         """Begin a step on all ranks. Raises StepFailed."""
         self._begin(self._step + 1 - len(self._in_flight))
-        message_1n = np.frombuffer(encode(order), np.uint8)[None]
+        message_1n = np.frombuffer(wire.encode(order), np.uint8)[None]
         for rank in range(self._plan.num_ranks):
             if rank != self._rank:  # a message, which is never on a GPU, and so needs no staging
                 self._communicator.send(rank, self._communicator.key(0, Phase.ORDER, rank, self._rank), message_1n)
@@ -170,12 +161,12 @@ class StepExecutor:
         assert isinstance(tokens, dict)
         return tokens
 
-    def execute_next(self) -> StepOrder:
+    def execute_next(self) -> wire.StepOrder:
         """Wait for the next order, without a timeout, and execute it. Raises StepFailed, BadMessage."""
         self._begin()
         tile = self._communicator.receive_order(self._communicator.key(0, Phase.ORDER, self._rank, LEADER_RANK))
-        order = decode(tile.tobytes())
-        if not isinstance(order, StepOrder):
+        order = wire.decode(tile.tobytes())
+        if not isinstance(order, wire.StepOrder):
             raise BadMessage(reason=f"rank {LEADER_RANK} sent {type(order).__name__} instead of an order")
         self._execute(order)
         return order
@@ -185,7 +176,7 @@ class StepExecutor:
         for cache in self._caches.values():
             self._prefixes.use(cache.blocks)
         kept = self._exchange.keep(self._caches)
-        if self._memory.part.size and (newest := self._prefixes.newest(MAX_KEPT_BLOCKS)):
+        if self._memory.part.size and (newest := self._prefixes.newest(wire.MAX_KEPT_BLOCKS)):
             kept.prefixes = KeptPrefixes(self._memory, newest)
         return kept
 
@@ -197,7 +188,7 @@ class StepExecutor:
             self._step, self.peer_timeout_seconds, Recorder(False), clear_failure=False, oldest_step=oldest_step
         )
 
-    def _execute(self, order: StepOrder) -> SampledTokens:
+    def _execute(self, order: wire.StepOrder) -> SampledTokens:
         if log.isEnabledFor(logging.DEBUG):
             counts = {rows.sequence: len(rows.token_ids) for rows in order.rows}
             log_fact(log, StepBegun(kind=order.kind, rows=counts, freed=order.freed))
@@ -233,19 +224,19 @@ class StepExecutor:
         self._exchange.send_copies(self._caches)
         return tokens
 
-    def _publish(self, order: StepOrder) -> None:
+    def _publish(self, order: wire.StepOrder) -> None:
         """Take note of full blocks, whose rows have been computed."""
         for block, key in order.published:
             self._prefixes.publish(block, key)
 
-    def _adopt(self, adopted: AdoptedPrefixes) -> None:
+    def _adopt(self, adopted: wire.AdoptedPrefixes) -> None:
         """Take blocks of the prefix cache of earlier plans into this plan's memory."""
         with torch.inference_mode():
             self._exchange.adopt(adopted, self._memory)
-        for block, key in zip(adopted.blocks, split_keys(adopted.kept.keys), strict=True):
+        for block, key in zip(adopted.blocks, wire.split_keys(adopted.kept.keys), strict=True):
             self._prefixes.publish(block, key)
 
-    def _add_sequences(self, order: StepOrder) -> None:
+    def _add_sequences(self, order: wire.StepOrder) -> None:
         """Make the KV caches of sequences that begin, with the rows that ranks have kept of earlier plans."""
         moves = []
         for rows in order.rows:
@@ -260,7 +251,7 @@ class StepExecutor:
             with torch.inference_mode():
                 self._exchange.move(moves)
 
-    def _add_rows(self, rows: SequenceRows) -> None:
+    def _add_rows(self, rows: wire.SequenceRows) -> None:
         if rows.sequence not in self._caches:
             raise StepFailed(device=f"rank {self._rank}", reason=f"the sequence {rows.sequence} is not known here")
         cache = self._caches[rows.sequence]
@@ -269,7 +260,7 @@ class StepExecutor:
         self._prefixes.forget(rows.blocks)
         cache.extend(rows.token_ids, rows.num_drafted)
 
-    def _run(self, order: StepOrder) -> SampledTokens:
+    def _run(self, order: wire.StepOrder) -> SampledTokens:
         ids = torch.tensor([token for rows in order.rows for token in rows.token_ids], dtype=torch.int64)
         sequences = spans([len(rows.token_ids) for rows in order.rows])
         caches = [self._caches[rows.sequence] for rows in order.rows]
@@ -347,7 +338,7 @@ class StepExecutor:
     def _done_marker(self) -> Tensor:
         return torch.zeros(1, 1, dtype=torch.uint8, device=self._staging.device)
 
-    def _in_flight_step(self, order: StepOrder) -> _InFlightStep:
+    def _in_flight_step(self, order: wire.StepOrder) -> _InFlightStep:
         sampled = self._sampled(order)
         collectives = Collectives(self._communicator, self._staging, (), False, self._step)
         if not sampled:
@@ -385,7 +376,7 @@ class StepExecutor:
                 parts.append(received)
         return torch.cat(parts)
 
-    def _sampled(self, order: StepOrder) -> tuple[_SampledRow, ...]:
+    def _sampled(self, order: wire.StepOrder) -> tuple[_SampledRow, ...]:
         """The rows after which the step samples a token. The sequences have the tokens of the step."""
         return tuple(
             _SampledRow(rows.sequence, len(self._caches[rows.sequence].tokens) - num_later)
@@ -445,7 +436,7 @@ class StepExecutor:
         cache = self._caches[sequence]
         num_settled = len(cache.settled_tokens)
 
-        found: list[TokenLogProbs] = []
+        found: list[wire.TokenLogProbs] = []
 
         def sample(num_drafted: int) -> int | None:
             shares = candidates[num_drafted]
