@@ -17,13 +17,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, TypeAdapter
 
 from coordinator.plan.graph.throughput.planners import best_stages
-from coordinator.plan.graph.throughput.problem import PipelineProblem, Stages, stages_from
+from coordinator.plan.graph.throughput.problem import PipelineProblem
 from coordinator.plan.graph.throughput.published import NUM_CLASSES, Partitioning, equal_partitions, published_stages
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.results import Record, Summary, Table
-from tools.research.pipelines import draw_links, fastest_neighbour, joint_stages_from, problem_of, random_stages
+from tools.research.pipelines import draw_links, joint_stages, nearest_stages, problem_of, random_stages
 from tools.research.points import read_graphs
 
 PIPELINE, EXACT, RANDOM, JOINT, ONE_START = "pipeline", "pipeline-exact", "random", "joint", "joint, one start"
@@ -156,7 +156,6 @@ def _run(
     problem: PipelineProblem, partitioning: Partitioning, classes: Sequence[int], time_limit: float, rng: Random
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Bottlenecks and bounds by column, and planning times by planner, in seconds."""
-    devices = range(problem.num_devices)
     stages = {_with_classes(number): published_stages(problem, rng, number) for number in classes}
     began = time.perf_counter()
     stages[PIPELINE] = published_stages(problem, rng, NUM_CLASSES)
@@ -165,9 +164,9 @@ def _run(
     planning = {PIPELINE: published - began, EXACT: time.perf_counter() - published}
     stages[EXACT] = exact.assignment
     stages[RANDOM] = random_stages(problem, rng)
-    joint = [found for device in devices if (found := joint_stages_from(problem, device))]
+    joint = [joint_stages(problem, device) for device in range(problem.num_devices)]
     stages[JOINT], stages[ONE_START] = min(joint, key=problem.bottleneck_seconds), rng.choice(joint)
-    stages[SAME_CUTS] = nearest_stages(problem, partitioning, devices)
+    stages[SAME_CUTS] = nearest_stages(problem, partitioning)
     seconds = {column: problem.bottleneck_seconds(each) for column, each in stages.items()}
     return {**seconds, THEOREM: theorem_bound(problem, partitioning), BOUND: exact.bound}, planning
 
@@ -178,22 +177,6 @@ def _by_column(runs: Sequence[Mapping[str, float]]) -> dict[str, tuple[float, ..
 
 def _with_classes(num_classes: int) -> str:
     return f"pipeline, {num_classes} classes"
-
-
-def nearest_stages(problem: PipelineProblem, partitioning: Partitioning, devices: Sequence[int]) -> Stages:
-    """The joint baseline: place these partitions along a greedy path, which always takes the fastest link to an unused device.
-
-    Tries every start device and returns the placement with the lowest bottleneck. Each of `devices` must be able to hold any
-    partition, and there must be at least as many as partitions.
-    """
-    found = []
-    for start in devices:
-        path, unused = [start], set(devices) - {start}
-        while len(path) < len(partitioning.last):
-            path.append(fastest_neighbour(problem, path[-1], unused))
-            unused.remove(path[-1])
-        found.append(stages_from(partitioning.last, path))
-    return min(found, key=problem.bottleneck_seconds)
 
 
 def theorem_bound(problem: PipelineProblem, partitioning: Partitioning) -> float:

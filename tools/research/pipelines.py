@@ -9,24 +9,23 @@ is as fast as its slower end.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import islice
 from random import Random
 
 import numpy as np
 from numpy.typing import NDArray
 
-from coordinator.plan.graph.throughput.planners import largest_first
 from coordinator.plan.graph.throughput.points import candidate_chain
-from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages, pipeline_problem
+from coordinator.plan.graph.throughput.problem import PipelineProblem, Stage, Stages, pipeline_problem, stages_from
+from coordinator.plan.graph.throughput.published import Partitioning
 from hearth.plan.graph_spec import GraphSpec
 
 # Equation 12: the rate is log2(1 + A / distance^2) Mbit/s. A, in square metres, gives 5.5 Mbit/s at 80 m.
 _A = 283_230.0
 _RANGE_METRES, _NEAREST_METRES = 150.0, 1.0  # largest and smallest coordinate of a node, from the router
 _ZFP, _LZ4 = 1.44, 2.1  # average compression ratios, equation 4
-# With devices of unequal memory, a random order can reach a dead end. Each attempt costs one pass over the blocks.
-_MAX_ATTEMPTS = 200
 
 
 def problem_of(spec: GraphSpec, memory_bytes: int, num_nodes: int) -> PipelineProblem:
@@ -64,72 +63,58 @@ def rates(places: NDArray[np.float64]) -> NDArray[np.float64]:
     return found
 
 
-# ---- the paper's baselines ---------------------------------------------------------------------------------------------
+# ---- the paper's baselines, for devices of equal memory that hold the graph -----------------------------------------------
 
 
 def random_stages(problem: PipelineProblem, rng: Random) -> Stages:
-    """Repeatedly choose a random device, and a random partition that it can hold and that leaves the rest feasible.
+    """Random devices in turn, each with a random partition that it can hold and that leaves the rest feasible."""
+    devices = list(range(problem.num_devices))
+    rng.shuffle(devices)
+    return _stages_along(problem, reversed(devices), rng.choice)
 
-    Raises ModelDoesNotFit.
+
+def joint_stages(problem: PipelineProblem, start: int) -> Stages:
+    """The greedy choice from one device on: the fewest bytes across each cut, then the fastest link to an unused device."""
+    boundary_bytes = (*problem.boundary_bytes, 0.0)
+    return _stages_along(
+        problem, _nearest_walk(problem, start), lambda ends: min(ends, key=lambda each: (boundary_bytes[each], -each))
+    )
+
+
+def nearest_stages(problem: PipelineProblem, partitioning: Partitioning) -> Stages:
+    """The joint baseline with these partitions: the greedy walk over devices with the lowest bottleneck, of all starts."""
+    walks = (_nearest_walk(problem, start) for start in range(problem.num_devices))
+    found = (stages_from(partitioning.last, list(islice(walk, len(partitioning.last)))) for walk in walks)
+    return min(found, key=problem.bottleneck_seconds)
+
+
+def _nearest_walk(problem: PipelineProblem, start: int) -> Iterator[int]:
+    """All devices: after each, the unused one with the fastest link from it."""
+    device, unused = start, set(range(problem.num_devices)) - {start}
+    yield device
+    while unused:
+        rates = problem.rate[device]
+        device = max(unused, key=lambda each: (rates[each], -each))
+        unused.remove(device)
+        yield device
+
+
+def _stages_along(problem: PipelineProblem, devices: Iterable[int], choose: Callable[[list[int]], int]) -> Stages:
+    """Stages on these devices, one after the other.
+
+    `choose` takes the last block of each, among those after which the remaining devices can still hold the rest.
     """
-    needed = min_num_stages(problem, max(problem.memory_bytes))
-    for _ in range(_MAX_ATTEMPTS):
-        devices = list(range(problem.num_devices))
-        rng.shuffle(devices)
-        stages: list[Stage] = []
-        first = 0
-        while first < problem.num_blocks and devices:
-            device = devices.pop()
-            ends = _feasible_ends(problem, needed, first, device, len(devices))
-            if not ends:
-                break
-            stages.append(Stage(first, rng.choice(ends), device))
-            first = stages[-1].last + 1
-        if first == problem.num_blocks:
-            return tuple(stages)
-    return largest_first(problem)
-
-
-def joint_stages_from(problem: PipelineProblem, device: int) -> Stages | None:
-    """The greedy choice that starts at one device; None if it reaches a dead end."""
-    needed = min_num_stages(problem, max(problem.memory_bytes))
-    unused = set(range(problem.num_devices)) - {device}
+    last_block = [problem.last_block(first, problem.memory_bytes[0]) for first in range(problem.num_blocks)]
+    needed = [0] * (problem.num_blocks + 1)  # by block: the least number of devices for it and all after it
+    for first in reversed(range(problem.num_blocks)):
+        needed[first] = 1 + needed[last_block[first] + 1]  # a longer stage leaves less for the others
     stages: list[Stage] = []
     first = 0
-    while True:
-        ends = _feasible_ends(problem, needed, first, device, len(unused))
-        if not ends:
-            return None
-        last = min(ends, key=lambda each: (_bytes_after(problem, each), -each))
+    for num_used, device in enumerate(devices, 1):
+        left = problem.num_devices - num_used
+        last = choose([each for each in range(first, last_block[first] + 1) if needed[each + 1] <= left])
         stages.append(Stage(first, last, device))
         first = last + 1
         if first == problem.num_blocks:
-            return tuple(stages)
-        device = fastest_neighbour(problem, device, unused)
-        unused.remove(device)
-
-
-def fastest_neighbour(problem: PipelineProblem, device: int, unused: Iterable[int]) -> int:
-    """The unused device with the fastest link from this one."""
-    rates = problem.rate[device]
-    return max(unused, key=lambda each: (rates[each], -each))
-
-
-def _feasible_ends(problem: PipelineProblem, needed: list[float], first: int, device: int, num_left: int) -> list[int]:
-    """Last blocks of a partition on this device after which the remaining devices may still hold the rest."""
-    last = problem.last_block(first, problem.memory_bytes[device])
-    return [each for each in range(first, last + 1) if needed[each + 1] <= num_left]
-
-
-def _bytes_after(problem: PipelineProblem, last: int) -> float:
-    return problem.boundary_bytes[last] if last < problem.num_blocks - 1 else 0.0
-
-
-def min_num_stages(problem: PipelineProblem, budget_bytes: int) -> list[float]:
-    """[N + 1]: the least number of devices of this memory for the blocks from each one on; infinite if a block does not fit."""
-    needed: list[float] = [math.inf] * problem.num_blocks + [0]
-    for first in range(problem.num_blocks - 1, -1, -1):
-        last = problem.last_block(first, budget_bytes)
-        if last >= first:  # a longer stage leaves less for the others
-            needed[first] = 1 + needed[last + 1]
-    return needed
+            break
+    return tuple(stages)

@@ -47,8 +47,8 @@ from coordinator.plan.solution import Candidate, SearchOptions, with_reasons
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from hearth.plan.profile import SharedMedium, WireCost, media_between
-from tools.research.partition import nearest_stages, theorem_bound
-from tools.research.pipelines import random_stages
+from tools.research.partition import theorem_bound
+from tools.research.pipelines import joint_stages, nearest_stages, random_stages
 
 SEEDS = st.integers(0, 10**9)
 
@@ -160,7 +160,6 @@ def test_every_planner_gives_a_valid_pipeline_and_bound(seed: int) -> None:
     values = [bottleneck(problem, stages) for stages in pipelines(problem)]
     searches = {
         PIPELINE: published_stages,
-        "random": random_stages,
         PIPELINE_EXACT: lambda problem, rng: best_stages(problem, rng, after_a_minute()).assignment,
     }
     for name, search in searches.items():
@@ -184,8 +183,9 @@ def test_joint_takes_the_best_nearest_neighbour_walk(seed: int) -> None:
         partitioning, devices = equal_partitions(problem)
     except ModelDoesNotFit:
         return
-    found = nearest_stages(problem, partitioning, devices)
-    check_stages(problem, found)
+    found = nearest_stages(problem, partitioning)
+    for stages in (found, random_stages(problem, Random(seed)), joint_stages(problem, 0)):
+        check_stages(problem, stages)
     assert tuple(stage.last for stage in found) == partitioning.last
     taken = [stage.device for stage in found]
     for index, (device, after) in enumerate(itertools.pairwise(taken)):
