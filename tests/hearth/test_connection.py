@@ -16,6 +16,7 @@ import pytest
 import zmq
 from simulation.clock import VirtualLoop
 from support.servers import rpc_server
+from support.waiting import until
 
 from hearth import errors
 from hearth.client import connection as connection_module
@@ -75,9 +76,7 @@ def record(port: int) -> Any:
 
 async def test_forged_records_mislead_no_client() -> None:
     async with AsyncExitStack() as stack:
-        silent = stack.enter_context(socket.socket())
-        silent.bind(("127.0.0.1", 0))
-        silent.listen(64)
+        silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         other_home = await stack.enter_async_context(coordinator(new_home_key()))
         for port in (1, silent.getsockname()[1], other_home):
             await stack.enter_async_context(record(port))
@@ -105,9 +104,7 @@ async def test_standby_that_refuses_while_it_takes_over_is_asked_again(
 ) -> None:
     """The leader is stopped: the kernel of its computer accepts connections, and nobody answers."""
     async with AsyncExitStack() as stack:
-        stopped = stack.enter_context(socket.socket())
-        stopped.bind(("127.0.0.1", 0))
-        stopped.listen(64)
+        stopped = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         ports = [stopped.getsockname()[1], await stack.enter_async_context(coordinator(handler=refuses(2)))]
         if by_mdns:
             for port in ports:
@@ -172,9 +169,7 @@ async def test_coordinator_is_found_next_to_one_that_refuses_the_key(monkeypatch
 
 
 async def test_server_that_hangs_in_the_handshake_is_unreachable() -> None:
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen(8)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
         connection = Connection(access(), f"127.0.0.1:{silent.getsockname()[1]}", None)
         connection._context.setsockopt(zmq.HANDSHAKE_IVL, 100)  # ZeroMQ gives a handshake up after this many ms
         with pytest.raises(errors.Unreachable):
@@ -271,11 +266,9 @@ async def test_call_goes_to_another_coordinator_if_the_first_one(first_one: str)
         present = home._connection._client
         assert present is not None
         await first.aclose()
-        while present.is_connected:
-            await asyncio.sleep(0.01)
+        await until("the end of the connection", lambda: not present.is_connected)
         if first_one == "refuses the key":
             await stack.enter_async_context(coordinator(port=port, admits=False))
-            while not present._refused:
-                await asyncio.sleep(0.01)
+            await until("the refusal", lambda: present._refused)
         await stack.enter_async_context(coordinator(port=other_port))
         assert await asyncio.wait_for(home.ready(600.0), FOUND_WITHIN_SECONDS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -37,21 +39,32 @@ def test_static_peers_table() -> None:
             parse_static_peers(nonsense)
 
 
-async def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
+@asynccontextmanager
+async def browsing(**options: bool) -> AsyncIterator[Callable[[int], Awaitable[DiscoveredService]]]:
+    """A function that waits for an agent at this port; others may run on this machine."""
     found: asyncio.Queue[DiscoveredService] = asyncio.Queue()
-    browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"])
+    browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"], **options)
+
+    async def search(port: int) -> DiscoveredService:
+        while (service := await asyncio.wait_for(found.get(), 20)).port != port:
+            pass
+        return service
+
     await browser.start()
     try:
-        async with (
-            advertised(AGENT_SERVICE, 4711, "f" * 16, "1234abcd", lambda: ["127.0.0.1"]),
-            advertised(COORDINATOR_SERVICE, 4712, "e" * 16, "5678abcd", lambda: ["127.0.0.1"]),
-        ):
-            first = await asyncio.wait_for(found.get(), 20)
-            while first.id != "1234abcd":  # another agent may run on this machine
-                first = await asyncio.wait_for(found.get(), 20)
-            assert first == DiscoveredService("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
+        yield search
     finally:
         await browser.stop()
+
+
+async def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
+    async with (
+        browsing() as found,
+        advertised(AGENT_SERVICE, 4711, "f" * 16, "1234abcd", lambda: ["127.0.0.1"]),
+        advertised(COORDINATOR_SERVICE, 4712, "e" * 16, "5678abcd", lambda: ["127.0.0.1"]),
+    ):
+        service = await found(4711)
+        assert service == DiscoveredService("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
 
 
 async def test_address_that_changes_is_advertised_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,25 +72,16 @@ async def test_address_that_changes_is_advertised_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.05)
     addresses = ["127.0.0.1"]
 
-    found: asyncio.Queue[DiscoveredService] = asyncio.Queue()
-    browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"])
-    await browser.start()
-    try:
-        async with advertised(AGENT_SERVICE, 4713, "d" * 16, "90abcdef", lambda: list(addresses)):
-
-            async def hosts_of_own() -> tuple[str, ...]:
-                while (service := await found.get()).port != 4713:
-                    pass
-                return service.hosts
-
-            assert await asyncio.wait_for(hosts_of_own(), 20) == ("127.0.0.1",)
-            addresses[:] = ["127.0.0.2"]
-            assert await asyncio.wait_for(hosts_of_own(), 20) == ("127.0.0.2",)
-    finally:
-        await browser.stop()
+    async with (
+        browsing() as found,
+        advertised(AGENT_SERVICE, 4713, "d" * 16, "90abcdef", lambda: list(addresses)),
+    ):
+        assert (await found(4713)).hosts == ("127.0.0.1",)
+        addresses[:] = ["127.0.0.2"]
+        assert (await found(4713)).hosts == ("127.0.0.2",)
 
 
-def test_without_a_network_mdns_is_tried_again_and_the_reason_logged_once(
+async def test_without_a_network_mdns_is_tried_again_and_the_reason_logged_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on a device that starts before its network, or whose port of mDNS another program keeps for itself."""
@@ -92,19 +96,11 @@ def test_without_a_network_mdns_is_tried_again_and_the_reason_logged_once(
         return open_sockets(interfaces)
 
     monkeypatch.setattr(discovery, "_open_zeroconf", open_later)
-
-    async def scenario() -> None:
-        found: asyncio.Queue[DiscoveredService] = asyncio.Queue()
-        browser = Browser(AGENT_SERVICE, found.put_nowait, ["127.0.0.1"], follow_addresses=True)
-        await browser.start()
-        try:
-            async with advertised(AGENT_SERVICE, 4715, "d" * 16, "90abcdef", lambda: ["127.0.0.2"]):
-                while (await found.get()).port != 4715:
-                    pass
-        finally:
-            await browser.stop()
-
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    async with (
+        browsing(follow_addresses=True) as found,
+        advertised(AGENT_SERVICE, 4715, "d" * 16, "90abcdef", lambda: ["127.0.0.2"]),
+    ):
+        await found(4715)
     told = [record.getMessage() for record in caplog.records if record.name == discovery.log.name]
     for verb in ("browsed", "advertised"):
         assert [line.rpartition(": ")[2] for line in told if f"{verb}, trying again" in line] == reasons

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import pytest
 import zmq
@@ -26,19 +27,25 @@ def peer_of(rank: int, transport: SocketTransport) -> Peer:
 
 
 @contextmanager
+def closed_at_the_end(*transports: SocketTransport) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for transport in transports:
+            transport.close()
+            transport.release()
+
+
+@contextmanager
 def sockets(num_ranks: int, encrypted: bool, copied_bytes: int | None = None) -> Iterator[list[SocketTransport]]:
     made = [
         SocketTransport(rank, num_ranks, "127.0.0.1", (0, 0), new_keypair() if encrypted else None, copied_bytes)
         for rank in range(num_ranks)
     ]
-    for transport in made:
-        transport.connect([peer_of(rank, made[rank]) for rank in range(num_ranks) if rank != transport.rank])
-    try:
-        yield made
-    finally:
+    with closed_at_the_end(*made):
         for transport in made:
-            transport.close()
-            transport.release()
+            transport.connect([peer_of(rank, made[rank]) for rank in range(num_ranks) if rank != transport.rank])
+        yield made
 
 
 @contextmanager
@@ -81,8 +88,6 @@ def test_receive_times_out(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_close_wakes_the_receiver(kind: str) -> None:
-    import threading
-
     with KINDS[kind](2) as transports:
         done = threading.Event()
 
@@ -97,38 +102,28 @@ def test_close_wakes_the_receiver(kind: str) -> None:
 
 def test_only_peers_of_the_plan_are_admitted() -> None:
     with sockets(2, encrypted=True) as transports:
-        context = zmq.Context()
-        try:
-            unknown_key = context.socket(zmq.PUSH)
+        with zmq.Context() as context, context.socket(zmq.PUSH) as unknown_key, context.socket(zmq.PUSH) as without_key:
             secure_client(unknown_key, new_keypair(), transports[0].public_key)
-            unknown_key.connect(f"tcp://127.0.0.1:{transports[0].port}")
-            without_key = context.socket(zmq.PUSH)
-            without_key.linger = 0
-            without_key.connect(f"tcp://127.0.0.1:{transports[0].port}")
-            unknown_key.send(b"unknown key")
-            without_key.send(b"no key")
+            for socket, message in ((unknown_key, b"unknown key"), (without_key, b"no key")):
+                socket.linger = 0
+                socket.connect(f"tcp://127.0.0.1:{transports[0].port}")
+                socket.send(message)
             assert transports[0].receive(0.5) is None
             transports[1].send(0, [b"peer"])
             received = transports[0].receive(10)
             assert received.source == 1
-        finally:
-            context.destroy(linger=0)
 
 
 def test_peer_that_connects_early_is_admitted_later() -> None:
     keys: list[KeyPair] = [new_keypair(), new_keypair()]
     late, early = (SocketTransport(rank, 2, "127.0.0.1", (0, 0), keys[rank]) for rank in range(2))
-    try:
+    with closed_at_the_end(late, early):
         early.connect([peer_of(0, late)])
         early.send(0, [b"early"])
         assert late.receive(0.2) is None
         late.connect([peer_of(1, early)])
         received = late.receive(10)
         assert bytes(received.frames[0]) == b"early"
-    finally:
-        for transport in (late, early):
-            transport.close()
-            transport.release()
 
 
 def test_messages_with_too_many_frames_are_dropped_and_counted() -> None:
@@ -143,12 +138,8 @@ def test_messages_with_too_many_frames_are_dropped_and_counted() -> None:
 
 def test_port_in_use_error_names_the_range_option() -> None:
     first = SocketTransport(0, 1, "127.0.0.1", (0, 0), None)
-    try:
-        with pytest.raises(PortInUse, match="--data-ports"):
-            SocketTransport(0, 1, "127.0.0.1", (first.port, first.port), None)
-    finally:
-        first.close()
-        first.release()
+    with closed_at_the_end(first), pytest.raises(PortInUse, match="--data-ports"):
+        SocketTransport(0, 1, "127.0.0.1", (first.port, first.port), None)
 
 
 def test_memory_transport_limits_rate_and_can_be_cut() -> None:
@@ -176,19 +167,13 @@ def proxied(
         SocketTransport(rank, 2, "127.0.0.1", (0, 0), new_keypair() if encrypted else None, copied_bytes)
         for rank in range(2)
     )
-    proxy = TcpProxy(receiver.port)
-    try:
+    with closing(TcpProxy(receiver.port)) as proxy, closed_at_the_end(receiver, sender):
         receiver.connect([peer_of(1, sender)])
         sender.connect([peer_of(0, receiver).model_copy(update={"port": proxy.port})])
         sender.send(0, [b"first"])
         received = receiver.receive(10)
         assert received is not None
         yield sender, receiver, proxy
-    finally:
-        for transport in (receiver, sender):
-            transport.close()
-            transport.release()
-        proxy.close()
 
 
 @pytest.mark.parametrize("encrypted", [True, False])

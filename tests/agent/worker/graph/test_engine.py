@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
 
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 from support.graph_engines import (
     TOKEN,
     Array,
@@ -32,19 +32,31 @@ from support.graph_engines import (
     segment_files,
 )
 from support.graph_plans import make_graph_plan
+from support.onnx_models import graph, integers, node, value, weight
 from support.waiting import wait_for
 
 from agent.daemon.store import ShardStore
 from agent.worker.graph.engine import MAX_TRACE_EVENTS
 from agent.worker.graph.sessions import ArrayType, RunControl, SegmentSession, load_segment
 from agent.worker.tracing import Recorder, TransferEvent
-from hearth.errors import BadPlan, BadRequest, ChunkCorrupt, ChunkMissing, FrameTooLarge, QueueFull, StepFailed
+from hearth.errors import (
+    BadPlan,
+    BadRequest,
+    ChunkCorrupt,
+    ChunkMissing,
+    FrameTooLarge,
+    HearthError,
+    QueueFull,
+    StepFailed,
+)
 from hearth.plan.common import WireFormat
 from hearth.plan.phases import Phase, Work
 from hearth.transport.base import Received
 from hearth.wire.codec import Codec
 from hearth.wire.framing import TileKey, encode_tile
 from hearth.wire.messages import ArrayChunks, Failed, RunDone, SegmentFiles, WireStats, decode, encode
+
+SHAPE = [3, 24]  # of `random_array`
 
 
 def feeds_of(seed: int) -> dict[str, Array]:
@@ -85,20 +97,13 @@ def test_random_cuts_equal_one_session(
 
 def test_lossy_wire_format_changes_floats_only(tmp_path: Path) -> None:
     """Rank 0 computes floats and integers from one input; rank 1 combines them."""
-    value = helper.make_tensor_value_info
     nodes = [
-        helper.make_node("Relu", ["x"], ["f"], name="f"),
-        helper.make_node("Cast", ["x"], ["i"], name="i", to=TensorProto.INT64),
-        helper.make_node("Identity", ["f"], ["y"], name="y"),
-        helper.make_node("Identity", ["i"], ["j"], name="j"),
-    ]
-    shape = [3, 24]
-    graph = helper.make_graph(
-        nodes, "two", [value("x", TensorProto.FLOAT, shape)],
-        [value("y", TensorProto.FLOAT, shape), value("j", TensorProto.INT64, shape)],
-        value_info=[value("f", TensorProto.FLOAT, shape), value("i", TensorProto.INT64, shape)],
-    )  # fmt: skip
-    model = make_model(graph)
+        node("Relu", "x", "f"), node("Cast", "x", "i", to=TensorProto.INT64), node("Identity", "f", "y"),
+        node("Identity", "i", "j"),
+    ]  # fmt: skip
+    outputs_of_both = graph(nodes, [value("x", SHAPE)], [value("y", SHAPE), value("j", SHAPE, TensorProto.INT64)])
+    outputs_of_both.value_info.extend([value("f", SHAPE), value("i", SHAPE, TensorProto.INT64)])
+    model = make_model(outputs_of_both)
     plan = plan_of(model, [(0, [0, 1]), (1, [2, 3])], WireFormat(values="bf16", lz4="off"))
     x = 1e6 * random_array(0)
     with GraphCluster(plan, model, tmp_path) as cluster:
@@ -114,18 +119,13 @@ def test_lossy_wire_format_changes_floats_only(tmp_path: Path) -> None:
 
 def test_arrays_of_zero_and_six_dimensions_are_transferred(tmp_path: Path) -> None:
     """Window attention splits images into six axes; a loss or a count is a scalar."""
-    value, shape = helper.make_tensor_value_info, [1, 2, 3, 2, 2, 3]
+    shape = [1, 2, 3, 2, 2, 3]
     nodes = [
-        helper.make_node("Reshape", ["x", "shape"], ["windows"], name="reshape"),
-        helper.make_node("ReduceSum", ["x"], ["sum"], name="sum", keepdims=0),
-        helper.make_node("Add", ["windows", "sum"], ["y"], name="add"),
-    ]
-    graph = helper.make_graph(
-        nodes, "windows", [value("x", TensorProto.FLOAT, [3, 24])], [value("y", TensorProto.FLOAT, shape)],
-        [numpy_helper.from_array(np.array(shape), "shape")],
-        value_info=[value("windows", TensorProto.FLOAT, shape), value("sum", TensorProto.FLOAT, [])],
-    )  # fmt: skip
-    model, x = make_model(graph), random_array(0)
+        node("Reshape", "x shape", "windows"), node("ReduceSum", "x", "sum", keepdims=0), node("Add", "windows sum", "y"),
+    ]  # fmt: skip
+    windows = graph(nodes, [value("x", SHAPE)], [value("y", shape)], [integers("shape", *shape)])
+    windows.value_info.extend([value("windows", shape), value("sum", [])])
+    model, x = make_model(windows), random_array(0)
     with GraphCluster(plan_of(model, [(0, [0, 1]), (1, [2])]), model, tmp_path) as cluster:
         cluster.start(1, {"x": x})
         np.testing.assert_allclose(cluster.outputs(1)["y"], x.reshape(shape) + x.sum(), rtol=1e-5)
@@ -247,6 +247,12 @@ def test_exact_tensors_reach_the_session_without_a_copy(monkeypatch: pytest.Monk
 # ---- failures ---------------------------------------------------------------------------------------------------------------
 
 
+def failure(cluster: GraphCluster, step: int, rank: int) -> HearthError:
+    failed, _ = cluster.answer(step, rank)
+    assert isinstance(failed, Failed)
+    return failed.error()
+
+
 def test_missing_tensor_error_names_tensor_and_sender() -> None:
     with GraphCluster(CHAIN, sessions=[[Stage()], [Stage("a")], [Stage("b")]]) as cluster:
         cluster.hub.cut(0, 1)
@@ -256,9 +262,7 @@ def test_missing_tensor_error_names_tensor_and_sender() -> None:
             (1, "tensor a had not arrived from rank 0"),
             (2, "tensor b had not arrived from rank 1"),
         ):
-            failed, _ = cluster.answer(1, rank)
-            assert isinstance(failed, Failed)
-            error = failed.error()
+            error = failure(cluster, 1, rank)
             assert isinstance(error, StepFailed)
             assert expected in error.reason
 
@@ -285,17 +289,13 @@ def test_abort_ends_one_request_or_all() -> None:
         for engine in cluster.engines:
             engine.abort(0, "the client is gone")
         for rank in (1, 2):
-            failed, _ = cluster.answer(0, rank)
-            assert isinstance(failed, Failed)
-            assert "the client is gone" in str(failed.error())
+            assert "the client is gone" in str(failure(cluster, 0, rank))
         stages[1].gate.set()
         assert cluster.outputs(1)["y"][0] == 3
         stages[1].gate.clear()
         cluster.start(9, {"x": np.zeros(1, np.float32)})
         cluster.engines[1].abort(None, "rank 2 is gone")
-        failed, _ = cluster.answer(9, 1)
-        assert isinstance(failed, Failed)
-        assert "rank 2 is gone" in str(failed.error())
+        assert "rank 2 is gone" in str(failure(cluster, 9, 1))
         stages[1].gate.set()
         cluster.start(10, {"x": np.zeros(1, np.float32)})
         assert cluster.outputs(10)["y"][0] == 3
@@ -304,17 +304,12 @@ def test_abort_ends_one_request_or_all() -> None:
 def test_abort_interrupts_a_running_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Many small products: onnxruntime checks between operators whether it should stop."""
     size, depth = 512, 120
-    nodes = [helper.make_node("MatMul", [f"t{i}", "w"], [f"t{i + 1}"], name=f"n{i}") for i in range(depth)]
-    value = helper.make_tensor_value_info
-    model = make_model(
-        helper.make_graph(
-            nodes, "long", [value("t0", TensorProto.FLOAT, [size, size])],
-            [value(f"t{depth}", TensorProto.FLOAT, [size, size])],
-            [numpy_helper.from_array(np.eye(size, dtype=np.float32), "w")],
-        )
-    )  # fmt: skip
+    nodes = [node("MatMul", f"t{i} w", f"t{i + 1}") for i in range(depth)]
+    identity, shape = np.eye(size, dtype=np.float32), [size, size]
+    weights = [numpy_helper.from_array(identity, "w")]
+    model = make_model(graph(nodes, [value("t0", shape)], [value(f"t{depth}", shape)], weights))
     plan = plan_of(model, [(0, range(depth))])
-    feeds = {"t0": np.eye(size, dtype=np.float32)}
+    feeds = {"t0": identity}
     begun, ends, run = threading.Event(), list[str](), SegmentSession.run
 
     def recording_run(session: SegmentSession, arrays: Mapping[str, Array], control: RunControl) -> list[Array]:
@@ -396,14 +391,9 @@ def test_frame_too_large_ends_only_its_request() -> None:
 
 def test_onnxruntime_error_is_reported_and_ends_only_its_request(tmp_path: Path) -> None:
     """An index out of range, which is detected only at run time."""
-    value = helper.make_tensor_value_info
-    model = make_model(
-        helper.make_graph(
-            [helper.make_node("Gather", ["table", "x"], ["y"], name="gather")], "lookup",
-            [value("x", TensorProto.INT64, [2])], [value("y", TensorProto.FLOAT, [2, 4])],
-            [numpy_helper.from_array(random_array(0, (3, 4)), "table")],
-        )
-    )  # fmt: skip
+    table = [numpy_helper.from_array(random_array(0, (3, 4)), "table")]
+    lookup = [node("Gather", "table x", "y")]
+    model = make_model(graph(lookup, [value("x", [2], TensorProto.INT64)], [value("y", [2, 4])], table))
     with GraphCluster(plan_of(model, [(0, [0])]), model, tmp_path) as cluster:
         cluster.start(1, {"x": np.array([1, 7])})
         with pytest.raises(StepFailed, match=r"segment 0.*out of"):
@@ -454,22 +444,14 @@ def test_longest_trace_fits_in_a_message() -> None:
 
 
 def load(files: SegmentFiles, store: ShardStore, inputs: tuple[str, ...] = ("x", "z")) -> Any:
-    outputs = ("y",)
-    return load_segment(files, "segment 0", inputs, outputs, store.path, 1, "cpu")
+    return load_segment(files, "segment 0", inputs, ("y",), store.path, 1, "cpu")
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[SegmentFiles, ShardStore]:
-    value, shape = helper.make_tensor_value_info, [3, 24]
-    model = make_model(
-        helper.make_graph(
-            [helper.make_node("MatMul", ["x", "w"], ["t"], name="m"), helper.make_node("Add", ["t", "z"], ["y"], name="a")],
-            "one", [value("x", TensorProto.FLOAT, shape), value("z", TensorProto.FLOAT, shape)],
-            [value("y", TensorProto.FLOAT, shape)],
-            [numpy_helper.from_array(random_array(0, (24, 24)).repeat(4, axis=0)[:24], "w"),
-             numpy_helper.from_array(random_array(1, (60, 60)), "unused")],
-        )
-    )  # fmt: skip
+    nodes = [node("MatMul", "x w", "t"), node("Add", "t z", "y")]
+    weights = [weight("w", 24, 24), weight("unused", 60, 60)]
+    model = make_model(graph(nodes, [value("x", SHAPE), value("z", SHAPE)], [value("y", SHAPE)], weights))
     store = ShardStore(tmp_path, 1 << 30, "device")
     return segment_files(model, plan_of(model, [(0, [0, 1])]), 0, put_into(store))[0], store
 
@@ -479,22 +461,17 @@ def everything_in(folder: Path) -> set[str]:
 
 
 def test_weights_are_mapped_and_temporary_files_removed(tmp_path: Path) -> None:
-    weight = random_array(5, (24, 600))  # 57600 bytes: 15 chunks
-    value = helper.make_tensor_value_info
-    model = make_model(
-        helper.make_graph(
-            [helper.make_node("MatMul", ["x", "w"], ["y"], name="m")], "one", [value("x", TensorProto.FLOAT, [3, 24])],
-            [value("y", TensorProto.FLOAT, [3, 600])], [numpy_helper.from_array(weight, "w")],
-        )
-    )  # fmt: skip
+    matrix = random_array(5, (24, 600))  # 57600 bytes: 15 chunks
+    weights = [numpy_helper.from_array(matrix, "w")]
+    model = make_model(graph([node("MatMul", "x w", "y")], [value("x", SHAPE)], [value("y", [3, 600])], weights))
     store = ShardStore(tmp_path, 1 << 30, "device")
     (made,) = segment_files(model, plan_of(model, [(0, [0])]), 0, put_into(store))
     assert len(made.initializers[0].chunks) == 15
     before = everything_in(tmp_path)
     session, num_bytes = load(made, store, ("x",))
     assert everything_in(tmp_path) == before
-    assert weight.nbytes < num_bytes < weight.nbytes + 1000
-    np.testing.assert_allclose(session.run({"x": random_array(0)})[0], random_array(0) @ weight, rtol=1e-4, atol=1e-4)
+    assert matrix.nbytes < num_bytes < matrix.nbytes + 1000
+    np.testing.assert_allclose(session.run({"x": random_array(0)})[0], random_array(0) @ matrix, rtol=1e-4, atol=1e-4)
 
 
 def test_files_of_a_killed_worker_are_removed(files: tuple[SegmentFiles, ShardStore]) -> None:
@@ -505,11 +482,11 @@ def test_files_of_a_killed_worker_are_removed(files: tuple[SegmentFiles, ShardSt
 
 def test_missing_or_wrong_sized_chunks_are_named(files: tuple[SegmentFiles, ShardStore]) -> None:
     made, store = files
-    weight = made.initializers[0]
-    absent = made.model_copy(update={"initializers": (weight.model_copy(update={"chunks": ("0" * 64,)}),)})
+    whole = made.initializers[0]
+    absent = made.model_copy(update={"initializers": (whole.model_copy(update={"chunks": ("0" * 64,)}),)})
     with pytest.raises(ChunkMissing, match="000000000000"):
         load(absent, store)
-    short = made.model_copy(update={"initializers": (weight.model_copy(update={"chunks": made.graph}),)})
+    short = made.model_copy(update={"initializers": (whole.model_copy(update={"chunks": made.graph}),)})
     with pytest.raises(ChunkCorrupt, match="w"):
         load(short, store)
 
@@ -527,21 +504,10 @@ def test_segment_that_onnxruntime_rejects_is_a_bad_plan(files: tuple[SegmentFile
         load(made.model_copy(update={"initializers": (*made.initializers, extra)}), store)
     with pytest.raises(BadPlan, match="do not agree on the input z"):
         load(made, store, ("x",))
-    unknown = make_model(
-        helper.make_graph(
-            [helper.make_node("Nonesuch", ["x"], ["y"], name="odd")], "odd",
-            [helper.make_tensor_value_info("x", TensorProto.FLOAT, [3])],
-            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [3])],
-        )
-    )  # fmt: skip
+    unknown = make_model(graph([node("Nonesuch", "x", "y")], [value("x", [3])], [value("y", [3])]))
     with pytest.raises(BadPlan, match=r"onnxruntime .* does not accept segment 0: .*Nonesuch"):
         load(SegmentFiles(graph=(put(unknown.SerializeToString()),)), store, ("x",))
-    texts = make_model(
-        helper.make_graph(
-            [helper.make_node("Identity", ["x"], ["y"], name="same")], "texts",
-            [helper.make_tensor_value_info("x", TensorProto.STRING, [3])],
-            [helper.make_tensor_value_info("y", TensorProto.STRING, [3])],
-        )
-    )  # fmt: skip
+    x, y = (value(name, [3], TensorProto.STRING) for name in "xy")
+    texts = make_model(graph([node("Identity", "x", "y")], [x], [y]))
     with pytest.raises(BadPlan, match=r"x, a tensor\(string\) .* cannot be sent"):
         load(SegmentFiles(graph=(put(texts.SerializeToString()),)), store, ("x",))

@@ -14,8 +14,9 @@ import pytest
 pytest.importorskip("onnxruntime")
 pytest.importorskip("onnx")
 
-from onnx import TensorProto, helper, numpy_helper
-from support.graph_engines import make_model, random_array
+from onnx import TensorProto
+from support.graph_engines import make_model
+from support.onnx_models import graph, node, value, weight
 
 from agent.worker.graph import profiler as graph_profiler
 from agent.worker.graph.profiler import GRAPH_FILE, kernel_times, profile_graph
@@ -57,31 +58,20 @@ def test_nodes_inside_a_loop_count_as_the_loop() -> None:
 
 def residual_block() -> bytes:
     """Two convolutions with a sum, whose weights are placeholders, and a product whose weight is included."""
-    value = helper.make_tensor_value_info
     nodes = [
-        helper.make_node("Conv", ["x", "w1"], ["a"], name="conv1", pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["a"], ["b"], name="relu1"),
-        helper.make_node("Conv", ["b", "w2"], ["c"], name="conv2", pads=[1, 1, 1, 1]),
-        helper.make_node("Add", ["c", "b"], ["d"], name="sum"),
-        helper.make_node("Relu", ["d"], ["e"], name="relu2"),
-        helper.make_node("GlobalAveragePool", ["e"], ["f"], name="pool"),
-        helper.make_node("Flatten", ["f"], ["g"], name="flat"),
-        helper.make_node("MatMul", ["g", "w3"], ["h"], name="product"),
-        helper.make_node("Gather", ["h", "ids"], ["y"], name="pick", axis=1),
-    ]
-    weights = [numpy_helper.from_array(random_array(0, (32, 8)), "w3")]
+        node("Conv", "x w1", "conv1", pads=[1, 1, 1, 1]), node("Relu", "conv1", "relu1"),
+        node("Conv", "relu1 w2", "conv2", pads=[1, 1, 1, 1]), node("Add", "conv2 relu1", "sum"),
+        node("Relu", "sum", "relu2"), node("GlobalAveragePool", "relu2", "pool"), node("Flatten", "pool", "flat"),
+        node("MatMul", "flat w3", "product"), node("Gather", "product ids", "pick", axis=1),
+    ]  # fmt: skip
+    weights = [weight("w3", 32, 8)]
     for name, shape in (("w1", (32, 16, 3, 3)), ("w2", (32, 32, 3, 3))):
         weights.append(
             TensorProto(name=name, data_type=TensorProto.FLOAT, dims=shape, data_location=TensorProto.EXTERNAL)
         )
         weights[-1].external_data.add(key="location", value="elsewhere")
-    model = make_model(
-        helper.make_graph(
-            nodes, "block", [value("x", TensorProto.FLOAT, [1, 16, 24, 24]), value("ids", TensorProto.INT64, [3])],
-            [value("y", TensorProto.FLOAT, [1, 3])], weights,
-        )
-    )  # fmt: skip
-    data: bytes = model.SerializeToString()
+    inputs = [value("x", [1, 16, 24, 24]), value("ids", [3], TensorProto.INT64)]
+    data: bytes = make_model(graph(nodes, inputs, [value("pick", [1, 3])], weights)).SerializeToString()
     return data
 
 
@@ -145,11 +135,8 @@ def test_nodes_are_timed_without_tensorrt_which_compiles_them(tmp_path: Path, mo
 def test_profiler_failures_are_typed_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadPlan, match="not an ONNX model"):
         profiled(tmp_path, b"\x07\x07")
-    value = helper.make_tensor_value_info
     for kind, shape, reason in (("Nonesuch", [3], "Nonesuch"), ("Relu", ["batch"], "input x")):
-        node = helper.make_node(kind, ["x"], ["y"], name="n")
-        tensors = [value(name, TensorProto.FLOAT, shape) for name in "xy"]
-        model = make_model(helper.make_graph([node], "g", tensors[:1], tensors[1:]))
+        model = make_model(graph([node(kind, "x", "y")], [value("x", shape)], [value("y", shape)]))
         with pytest.raises(BadPlan, match=reason):
             profiled(tmp_path, model.SerializeToString())
     monkeypatch.setattr(graph_profiler, "_RESERVE_BYTES", 1 << 60)
@@ -164,10 +151,5 @@ def test_memory_on_a_gpu_is_that_of_its_budget(integrated: bool) -> None:
     gpu: Any = SimpleNamespace(is_integrated=integrated, context_bytes=7)
     before, loaded, after_run = (memory(20, 10, free) for free in (1000, 900, 850))
     found = graph_profiler._memory_of_graph(before, loaded, after_run, 200, gpu)
-    process_bytes = 37 if integrated else 0
-    assert found == {
-        "process_bytes": process_bytes,
-        "load_bytes": 100,
-        "peak_bytes": 200 if integrated else 100,
-        "run_bytes": 50,
-    }
+    process_bytes, peak_bytes = (37, 200) if integrated else (0, 100)
+    assert found == {"process_bytes": process_bytes, "load_bytes": 100, "peak_bytes": peak_bytes, "run_bytes": 50}
