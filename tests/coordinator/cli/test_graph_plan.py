@@ -166,6 +166,10 @@ def test_published_instance_brings_its_own_devices(files: Path) -> None:
     assert free["objective_value"] <= found["objective_value"]
 
 
+CLUSTER = ("--cluster", "cluster.json", "--strategy", "heft")
+DOPPLER = ("graph.json", "--cluster", "cluster.json", "--strategy", "doppler")
+
+
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
@@ -175,7 +179,6 @@ def test_published_instance_brings_its_own_devices(files: Path) -> None:
         (("graph.json", "--cluster", "none.toml"), "none.toml cannot be read"),
         (("graph.json", "--cluster", "cluster.json", "--dim", "batch=1"), "has no dynamic dimensions"),
         (("graph.json", "--cluster", "cluster.json", "--picture", "plan.svg"), "Graphviz draws it: dot -Tsvg plan.dot"),
-        (("graph.json", "--cluster", "cluster.json", "--seq-len", "8"), "--seq-len cannot be used: it applies to transformers"),
         (("graph.json",), "has no weights to run on live devices; name a cluster"),
         (("model.onnx", "--cluster", "cluster.json"), "batch"),
         (("model.onnx", "--cluster", "cluster.json", "--dim", "batch"), "not of the form NAME=N"),
@@ -183,8 +186,12 @@ def test_published_instance_brings_its_own_devices(files: Path) -> None:
         (("nothing.json", "--cluster", "cluster.json"), "nothing.json"),
         (("instance.json", "--cluster", "cluster.json"), "with its own devices"),
         (("instance.json", "--objective", "throughput", "--strategy", "pipeline"), "with its own devices; only latency"),
-        ((".", "--objective", "latency"), "it applies to graphs of operators"),
-        ((".", "--picture", "plan.dot"), "it applies to graphs of operators"),
+        ((*DOPPLER, "--learn", "soon"), "'soon' is not a time such as 30s or 5min"),
+        ((*DOPPLER, "--learn", "0s"), "more than 0 and at most 24h"),
+        ((*DOPPLER, "--learn", "25h"), "more than 0 and at most 24h"),
+        (("graph.json", "--cluster", "cluster.json", "--learn", "30s"), "only the policy of --strategy doppler learns"),
+        (("graph.json", *CLUSTER, "--learn", "30s"), "only the policy of --strategy doppler learns"),
+        (("instance.json", "--strategy", "doppler", "--learn", "30s"), "a placement problem, with its own devices"),
     ],
 )  # fmt: skip
 def test_invalid_input_is_reported_in_a_sentence(files: Path, arguments: tuple[str, ...], reason: str) -> None:
@@ -197,9 +204,6 @@ def test_damaged_files_are_reported(files: Path) -> None:
     assert "model.onnx cannot be used" in error_of(files, "model.onnx", "--dim", "batch=1", "--cluster", "cluster.json")
     (files / "graph.json").write_text('{"name": "g", "nodes": [], "edges": []}')
     assert "graph.json cannot be used" in error_of(files, "graph.json", "--cluster", "cluster.json")
-
-
-CLUSTER = ("--cluster", "cluster.json", "--strategy", "heft")
 
 
 def test_saved_profile_gives_the_same_plan_offline(files: Path) -> None:
@@ -409,22 +413,3 @@ def test_invalid_tiles_are_reported(files: Path, model: str, arguments: tuple[st
         graph([node("MatMul", "x w", "y")], [value("x", [2, 3])], [value("y", None)], [weight("w", 3, 3)]),
     )
     assert reason in error_of(files, model, "--cluster", "cluster.json", *arguments)
-
-
-# ---- learning ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("model", "arguments", "reason"),
-    [
-        ("graph.json", ("--strategy", "doppler", "--learn", "soon"), "'soon' is not a time such as 30s or 5min"),
-        ("graph.json", ("--strategy", "doppler", "--learn", "0s"), "more than 0 and at most 24h"),
-        ("graph.json", ("--strategy", "doppler", "--learn", "25h"), "more than 0 and at most 24h"),
-        ("graph.json", ("--strategy", "moirai", "--learn", "30s"), "only the policy of --strategy doppler learns"),
-        ("graph.json", ("--learn", "30s"), "only the policy of --strategy doppler learns"),
-        ("instance.json", ("--strategy", "doppler", "--learn", "30s"), "a placement problem, with its own devices"),
-    ],
-)
-def test_invalid_learning_is_reported(files: Path, model: str, arguments: tuple[str, ...], reason: str) -> None:
-    cluster = ("--cluster", "cluster.json") if model == "graph.json" else ()
-    assert reason in error_of(files, model, *cluster, *arguments)

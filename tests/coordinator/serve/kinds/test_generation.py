@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.chat_models import save_byte_level, write_config
 from support.checkpoints import write_model
 from support.controllers import ServedController, serving
 from support.fleets import TransformerFleet
@@ -491,19 +492,10 @@ async def test_plan_change_waits_for_running_answers_and_holds_new_ones() -> Non
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
-    """Every byte is a token, as in GPT-2, plus two special tokens."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    inner.add_special_tokens([AddedToken(text, special=True) for text in ("<s>", "</s>")])
-    folder = tmp_path_factory.mktemp("tokenizer")
-    inner.save(str(folder / "tokenizer.json"))
+    """In the texts of these tests, every byte is a token."""
+    folder = save_byte_level(tmp_path_factory.mktemp("tokenizer"), adds_bos=False)
     template = "{% for m in messages %}{{ m.role }}:{{ m.content }}\n{% endfor %}"
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
-    return TextTokenizer(folder)
+    return TextTokenizer(write_config(folder, chat_template=template))
 
 
 def script_of_text(tokenizer: TextTokenizer, text: str, **more: Any) -> tuple[Script, TextModel]:

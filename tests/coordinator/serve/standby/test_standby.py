@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.contexts import zmq_context
+from support.servers import rpc_server
 from support.waiting import until
 from zeroconf.asyncio import AsyncServiceBrowser
 
@@ -27,11 +27,10 @@ from hearth.platform import discovery
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, DiscoveredService
-from hearth.platform.loop_gatekeeper import LoopGatekeeper
 from hearth.platform.security import HomeKey, derive_keypair, new_home_key
 from hearth.protocol import PROTOCOL_VERSION
 from hearth.wire import messages as wire
-from hearth.wire.rpc import Caller, Reply, Response, RpcServer
+from hearth.wire.rpc import Caller, Reply, Response
 
 
 @asynccontextmanager
@@ -85,17 +84,8 @@ async def leading(
     async def handle(caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         return state() if isinstance(message, wire.Follow) else wire.CoordinatorWelcome(version="0", name="kitchen")
 
-    with zmq_context() as context:
-        gatekeeper = LoopGatekeeper(context)
-        gatekeeper.admit("test", lambda key: True)
-        gatekeeper.start()
-        keys = derive_keypair(home.key_bytes(), "coordinator")
-        server = RpcServer(context, "127.0.0.1", 0, keys, "test", handle)
-        try:
-            yield server.port
-        finally:
-            await server.close()
-            await gatekeeper.close()
+    async with rpc_server(derive_keypair(home.key_bytes(), "coordinator"), handle) as server:
+        yield server.port
 
 
 async def test_forged_records_do_not_keep_a_standby_from_its_leader(
