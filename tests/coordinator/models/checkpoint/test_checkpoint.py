@@ -150,7 +150,7 @@ FIRST = "embeddings.LayerNorm.bias"
 def test_malformed_files_are_named(harm: Callable[[Path], None], match: str, tmp_path: Path) -> None:
     path = write_model(tmp_path) / "model.safetensors"
     harm(path)
-    with pytest.raises(BadCheckpoint, match=match):
+    with pytest.raises(BadCheckpoint, match=rf"{re.escape(str(path))} .*{match}"):
         Checkpoint(tmp_path)
 
 
@@ -191,15 +191,6 @@ def test_missing_or_misshapen_tensor_has_its_stored_name(
     expected = re.escape(f"{name} has the shape [3, 4]; config.json implies {shape}")
     with Checkpoint(tmp_path) as checkpoint, pytest.raises(BadCheckpoint, match=expected):
         build_manifest(checkpoint, spec)
-
-
-@pytest.mark.parametrize("num_files", [1, 2])
-def test_truncated_decoder_file_is_named(num_files: int, tmp_path: Path) -> None:
-    write_model(tmp_path, "llama", "model.", num_files=num_files)
-    path = max(tmp_path.glob("*.safetensors"))
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(BadCheckpoint, match=rf"{re.escape(path.name)}.*cut short"):
-        read_spec(tmp_path)
 
 
 @pytest.mark.parametrize(

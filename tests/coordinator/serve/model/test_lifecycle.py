@@ -46,7 +46,7 @@ from coordinator.serve.model.lifecycle import (
     step,
 )
 from coordinator.serve.model.lifecycle_text import describe_cause
-from hearth.errors import BadPlan, BadSetting, ChunkMissing, DeviceLost, HearthError, NoDevices, StoreFull, WorkerDied
+from hearth.errors import BadSetting, ChunkMissing, DeviceLost, NoDevices, StoreFull, WorkerDied
 
 LOST = DeviceLost(device="b", reason="no answer")
 DIED = WorkerDied(device="b", reason="killed")
@@ -267,12 +267,6 @@ def test_contradiction_and_stop_are_final() -> None:
         for event in (RetryDue(), GoalSet()):
             with pytest.raises(IllegalEvent):
                 step(state, event, 9.0)
-
-
-@pytest.mark.parametrize("error", [WRONG, BadPlan(reason="for another model")])
-def test_contradictions_are_final_and_other_errors_are_retried(error: HearthError) -> None:
-    state, taken = run(*UP_TO_PLANNING, ActionFailed(error))
-    assert (state.finished, state.error, taken[-1][-1]) == (True, error, "finish")
 
 
 def test_repeated_failures_are_merged_in_the_history() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,12 +23,16 @@ from hearth.plan.plan import TransformerPlan
 from hearth.wire.messages import ReplicaPart
 
 
-def copied(leader: Path, state: SavedState, files: list[Path], standby: Path) -> SavedState:
-    """The leader's state as its standby stores it."""
+def copied(
+    leader: Path, state: SavedState, files: list[Path], standby: Path, absent: Sequence[Path] = ()
+) -> SavedState:
+    """The leader's state as its standby stores it. `absent`: files that the standby's computer does not have."""
+    parts = [each for file in replica_files(leader, state, {"default": files}) for each in file.parts()]
+    for path in absent:
+        path.unlink()
     replica = Replica(standby)
-    for file in replica_files(leader, state, {"default": files}):
-        for part, data in file.parts():
-            replica.receive(part, data)
+    for part, data in parts:
+        replica.receive(part, data)
     assert replica.state is not None
     return replica.state
 
@@ -47,9 +52,7 @@ async def test_standby_opens_and_plans_the_model_without_its_weights(tmp_path: P
     state = SavedState(deployments={"default": SavedDeployment(goal=goal, plan=plan)}, last_epoch=7, holder="leader")
     (tmp_path / "model").rename(tmp_path / "away")
     (tmp_path / "model").symlink_to(tmp_path / "away")
-    there = copied(leader, state, transformer_files(model.directory), standby)
-    (tmp_path / "model").unlink()  # as on another computer
-    there = copied(leader, state, transformer_files(tmp_path / "away"), standby)
+    there = copied(leader, state, transformer_files(model.directory), standby, [tmp_path / "model"])
 
     assert (there.last_epoch, there.holder) == (7, "")
     assert KeyRegistry(standby / "apps.json").current().keys == {"k1": "lamp"}
@@ -82,14 +85,8 @@ async def test_standby_has_the_draft_model_too(tmp_path: Path) -> None:
     draft_dir.rename(tmp_path / "gone")
     (tmp_path / "model").symlink_to(tmp_path / "away")
     (tmp_path / "draft").symlink_to(tmp_path / "gone")
-    files = [*transformer_files(model_dir), *transformer_files(draft_dir)]
-    parts = [each for file in replica_files(leader, state, {"default": files}) for each in file.parts()]
-    (tmp_path / "model").unlink()  # as on another computer
-    (tmp_path / "draft").unlink()
-    replica = Replica(standby)
-    for part, data in parts:
-        replica.receive(part, data)
-    copy = open_transformer(replica.state.deployments["default"].goal)  # type: ignore[arg-type]
+    there = copied(leader, state, files, standby, [tmp_path / "model", tmp_path / "draft"])
+    copy = open_transformer(there.deployments["default"].goal)  # type: ignore[arg-type]
     assert copy.draft.spec == model.draft.spec
     assert copy.draft.directory.is_relative_to(standby)
     assert await chunk_hashes(copy.directory, plan, standby / "manifests", copy.draft.directory) == hashes
@@ -120,13 +117,8 @@ def test_standby_has_the_whole_graph(tmp_path: Path, name: str) -> None:
     assert graph.model is not None
     state = SavedState(deployments={"default": SavedDeployment(goal=GraphGoal(model_file=str(path)))})
     fingerprint = graph.fingerprint
-    files = replica_files(tmp_path, state, {"default": graph.model.file.paths()})
-    replica = Replica(tmp_path / "standby")
-    parts = [each for file in files for each in file.parts()]
-    path.unlink()
-    for part, data in parts:
-        replica.receive(part, data)
-    copy = read_graph_file(Path(replica.state.deployments["default"].goal.path), {})
+    there = copied(tmp_path, state, graph.model.file.paths(), tmp_path / "standby", [path])
+    copy = read_graph_file(Path(there.deployments["default"].goal.path), {})
     assert copy.fingerprint == fingerprint
 
 
