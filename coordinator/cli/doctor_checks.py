@@ -34,6 +34,7 @@ from coordinator.serve.config import default_state_dir
 from hearth.client.connection import COORDINATOR_PORT
 from hearth.errors import HearthError
 from hearth.platform import security
+from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import AGENT_PORT, COORDINATOR_SERVICE, Browser, DiscoveredService
 from hearth.platform.network import Interface, choose_interface, interfaces, verify_reachable
@@ -250,7 +251,7 @@ async def check_network(
     findings: list[CheckResult] = []
     try:
         await browser.start()
-        deadline = asyncio.get_running_loop().time() + search_seconds
+        deadline = loop_time() + search_seconds
         if not isinstance(credential, security.AppKey):
             async with Fleet(security.agent_access(credential), None, interfaces=mdns_interfaces) as fleet:
                 await fleet.settle(1.0, 1, search_seconds)
@@ -259,7 +260,7 @@ async def check_network(
                 local = {each.name: each.telemetry for each in devices if each.telemetry and each.host in own_addresses}
                 findings += check_gpu_in_service(libraries, local)
         if not coordinators:
-            await asyncio.sleep(max(0.0, deadline - asyncio.get_running_loop().time()))
+            await asyncio.sleep(max(0.0, deadline - loop_time()))
     except (OSError, ValueError) as error:  # no network, or an address that is not this device's
         where = ", ".join(mdns_interfaces) if mdns_interfaces else "any interface"
         what = f"the network cannot be searched on {where}: {error}"

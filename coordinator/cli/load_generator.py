@@ -13,6 +13,7 @@ import numpy as np
 from hearth.client.home import AsyncHome
 from hearth.errors import HearthError
 from hearth.plan.graph_spec import Tensor
+from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.units import format_seconds
 from hearth.wire.messages import ArrayInfo
 
@@ -84,21 +85,20 @@ async def measure_load(
     model: str | None = None,
 ) -> LoadResult:
     """Keep `concurrency` requests in flight. Counts the answers of `seconds` seconds after the warm-up."""
-    loop = asyncio.get_running_loop()
-    began = loop.time() + _WARM_UP_FRACTION * seconds
+    began = loop_time() + _WARM_UP_FRACTION * seconds
     deadline = began + seconds
     latencies: list[float] = []
     errors: Counter[str] = Counter()
 
     async def ask() -> None:
-        while (sent := loop.time()) < deadline:
+        while (sent := loop_time()) < deadline:
             try:
                 await home.infer(inputs, timeout_seconds, model=model)
             except HearthError as error:
                 errors[error.code] += 1
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            if began <= (now := loop.time()) <= deadline:
+            if began <= (now := loop_time()) <= deadline:
                 latencies.append(now - sent)
 
     await asyncio.gather(*(ask() for _ in range(concurrency)))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from coordinator.http.settings import HttpSettings
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import AppRevoked, BadKey, DeadlineExceeded, NotServing, WrongKey
+from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.curve import fingerprint
 from hearth.platform.security import AppKey, parse_credential, parse_token
 from hearth.protocol import DEFAULT_DEPLOYMENT
@@ -139,10 +140,10 @@ class Homes:
 
     def _is_refused(self, secret: str) -> bool:
         refused_at = self._refused.get(_digest(secret))
-        return refused_at is not None and asyncio.get_running_loop().time() - refused_at < _REFUSED_SECONDS
+        return refused_at is not None and loop_time() - refused_at < _REFUSED_SECONDS
 
     def _note_refusal(self, key: AppKey) -> None:
-        self._refused[_digest(key.secret)] = asyncio.get_running_loop().time()
+        self._refused[_digest(key.secret)] = loop_time()
         if len(self._refused) > _MAX_REFUSED:
             self._refused.popitem(last=False)
 

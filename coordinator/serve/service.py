@@ -227,9 +227,7 @@ class Service:
         if handler is None:
             raise BadRequest(reason=controller.kind.usage)
         app = self._trust.apps.current().keys.get(caller.public_key, "")
-        recorder = RequestRecorder(
-            message, app, controller.name, controller.goal.path, lambda: controller.plan, self._events.record
-        )
+        recorder = RequestRecorder(message, app, controller, self._events.record)
         return await recorder.watch(handler(message, payload))
 
     async def _follow(self, message: wire.Follow) -> Response:

@@ -25,7 +25,7 @@ from hearth.errors import (
     Unreachable,
     WrongKey,
 )
-from hearth.platform.asyncio_tools import cancel_all, with_timeout
+from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.curve import fingerprint
 from hearth.platform.network import bracketed
 from hearth.platform.security import Access
@@ -73,14 +73,13 @@ class Connection:
 
         Raises NoCoordinator, Unreachable, NotServing, WrongKey, ProtocolMismatch, DeadlineExceeded.
         """
-        loop = asyncio.get_running_loop()
-        end_of_search = loop.time() + timeout_seconds - error_margin(timeout_seconds)
+        end_of_search = loop_time() + timeout_seconds - error_margin(timeout_seconds)
 
         async def change() -> RpcClient:
             async with self._changing:  # others that wait here use the connection that the first one opened
                 if (client := self._usable(failed)) is None:
                     self._search = asyncio.current_task()
-                    client = await self._change(max(end_of_search - loop.time(), 0.001))
+                    client = await self._change(max(end_of_search - loop_time(), 0.001))
                 return client
 
         if self.closed:
@@ -134,7 +133,7 @@ class Connection:
         Endpoints that fail are greeted again while another may still answer: that one may be stopped, and never answer.
         """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_seconds
+        deadline = loop_time() + timeout_seconds
         present = self._client
         answer: asyncio.Future[RpcClient] = loop.create_future()
         ended = asyncio.Event()  # our key was refused, or all endpoints have failed
@@ -174,7 +173,7 @@ class Connection:
             if again is not None:
                 await asyncio.sleep(_HEAD_START_SECONDS)
             while True:
-                seconds = deadline - loop.time()
+                seconds = deadline - loop_time()
                 error = await (greet_endpoint(endpoint, seconds) if again is None else greet(again, seconds))
                 if error is None:
                     return
@@ -190,7 +189,7 @@ class Connection:
             """Greet the endpoints of a queue in turn, until cancelled."""
             while True:
                 endpoint = await endpoints.get()
-                error = await greet_endpoint(endpoint, min(deadline - loop.time(), _GREETING_SECONDS))
+                error = await greet_endpoint(endpoint, min(deadline - loop_time(), _GREETING_SECONDS))
                 if isinstance(error, _PASSING):
                     await asyncio.sleep(_AGAIN_SECONDS)
                     endpoints.put_nowait(endpoint)

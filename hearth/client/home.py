@@ -34,6 +34,7 @@ from hearth.errors import (
     Unreachable,
     WrongKey,
 )
+from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.security import Access, Credential, coordinator_access, resolve_credential
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
@@ -217,12 +218,11 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
 
     async def wait_ready(self, timeout_seconds: float, *, model: str | None = None) -> None:
         """Wait until inference requests to a model are answered. Raises DeadlineExceeded, which names the current state."""
-        clock = asyncio.get_running_loop().time
-        deadline, state = clock() + timeout_seconds, ""
-        while clock() < deadline:
+        deadline, state = loop_time() + timeout_seconds, ""
+        while loop_time() < deadline:
             try:
                 answer = await self.readiness(
-                    min(CALL_SECONDS, max(deadline - clock(), _READY_POLL_SECONDS)), model=model
+                    min(CALL_SECONDS, max(deadline - loop_time(), _READY_POLL_SECONDS)), model=model
                 )
                 if answer.ready:
                     return
@@ -349,11 +349,10 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
         self, request: wire.Generate, payload: Sequence[Any], timeout_seconds: float
     ) -> AsyncGenerator[answers.Token | answers.Usage, None]:
         """Stream one answer. If it breaks off, ask for the rest of it: the seed makes the tokens the same."""
-        clock = asyncio.get_running_loop().time
         if request.sampling.seed is None:
             sampling = request.sampling.model_copy(update={"seed": secrets.randbits(_SEED_BITS)})
             request = request.model_copy(update={"sampling": sampling})
-        repeats, began = _Repeats(timeout_seconds, self._connection), clock()
+        repeats, began = _Repeats(timeout_seconds, self._connection), loop_time()
         received: list[int] = []
         first_seconds = last_seconds = 0.0  # when the first and the newest token came
         resumed = False
@@ -367,7 +366,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                 )
                 async with aclosing(stream) as replies:
                     async for reply in replies:
-                        seconds = clock() - began
+                        seconds = loop_time() - began
                         if isinstance(reply.message, wire.TextGenerated):
                             first_seconds, last_seconds = seconds if not received else first_seconds, seconds
                             received.extend(reply.message.token_ids)
@@ -411,14 +410,13 @@ class _Repeats:
         self._failed: RpcClient | None = None  # of the last one
         self._repeated = False
         self._connection = connection
-        self._clock = asyncio.get_running_loop().time
-        self._deadline = self._clock() + timeout_seconds
+        self._deadline = loop_time() + timeout_seconds
         self._margin_seconds = error_margin(timeout_seconds)
         self._refused_at: float | None = None  # first, since the last progress
 
     @property
     def remaining_seconds(self) -> float:
-        return max(self._deadline - self._clock(), 0.001)
+        return max(self._deadline - loop_time(), 0.001)
 
     def adjusted(self, request: _R) -> _R:
         """The request with the time that is left to the coordinator."""
@@ -436,7 +434,7 @@ class _Repeats:
         """Begin with the shortest pause again, because the last attempt made progress; with a deadline, also with that."""
         self._refused_at = None
         if timeout_seconds is not None:
-            self._deadline = self._clock() + timeout_seconds
+            self._deadline = loop_time() + timeout_seconds
 
     async def pause(self, error: HearthError) -> None:
         """Wait before the next attempt. Raises the error if there is no time for one.
@@ -445,7 +443,7 @@ class _Repeats:
         """
         if isinstance(error, WrongKey) and self._client in (None, self._failed):
             raise error
-        now = self._clock()
+        now = loop_time()
         self._refused_at = now if self._refused_at is None else self._refused_at
         seconds = min(max(_PAUSE_FRACTION * (now - self._refused_at), _MIN_PAUSE_SECONDS), _MAX_PAUSE_SECONDS)
         if self._connection.closed or self.remaining_seconds <= seconds + self._margin_seconds:

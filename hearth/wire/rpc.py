@@ -476,11 +476,10 @@ class RpcClient:
 
         Raises the server's error; Unreachable (the request was not sent), WrongKey, ConnectionLost, DeadlineExceeded.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_seconds
+        deadline = loop_time() + timeout_seconds
         request_id, replies = await self._send(message, payload, timeout_seconds)
         try:
-            reply = await replies.get(max(deadline - loop.time(), 0.001))
+            reply = await replies.get(max(deadline - loop_time(), 0.001))
         except asyncio.TimeoutError:
             raise self._deadline_exceeded(message, timeout_seconds) from None
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
@@ -38,7 +37,7 @@ from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting, HearthError
 from hearth.plan.common import PlannedDevice
 from hearth.plan.plan import GraphPlan, Plan, is_graph_plan
-from hearth.platform.asyncio_tools import all_or_first_error
+from hearth.platform.asyncio_tools import all_or_first_error, loop_time
 from hearth.platform.units import format_bytes, format_seconds
 from hearth.wire.messages import DeviceTrace
 
@@ -252,13 +251,13 @@ async def _pipeline_seconds(
 
     A first round fills the pipeline and a last one drains it; both are not counted.
     """
-    clock, size = asyncio.get_running_loop().time, deployment.max_in_flight
+    size = deployment.max_in_flight
     requests, completed_at = iter(range((rounds + 2) * size)), list[float]()
 
     async def ask() -> None:
         for _ in requests:
             await deployment.infer(inputs)
-            completed_at.append(clock())
+            completed_at.append(loop_time())
 
     await all_or_first_error(ask() for _ in range(size))
     marks = completed_at[size - 1 :: size]

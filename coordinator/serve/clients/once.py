@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from hearth.platform.asyncio_tools import loop_time
 from hearth.wire.messages import Message
 
 _MAX_ANSWERS = 1024  # of all callers; a change is rare, so this covers hours
@@ -22,7 +23,7 @@ class RepeatedChanges:
         """The answer of `change`, which runs only at the first request with this id. Without an id it always runs."""
         if not request_id:
             return await change()
-        now = asyncio.get_running_loop().time()
+        now = loop_time()
         while self._answers:
             oldest = next(iter(self._answers))
             if len(self._answers) < _MAX_ANSWERS and now - self._answers[oldest][0] < _KEPT_SECONDS:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from coordinator.serve.model.controller import Controller
 from hearth.errors import HearthError
-from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import loop_time
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, Response
@@ -26,9 +26,7 @@ class RequestRecorder:
 
     message: wire.ModelRequest
     app: str  # that sent it; empty: an administrator
-    deployment: str
-    model_path: str
-    plan: Callable[[], Plan | None]  # that answers, or has answered last
+    controller: Controller  # of the deployment; its plan answers, or has answered last
     record: Callable[[wire.Event], None]
     began: float = field(default_factory=loop_time)
 
@@ -105,13 +103,13 @@ class RequestRecorder:
         )  # fmt: skip
 
     def _end(self, outcome: wire.RequestOutcome, **facts: Any) -> None:
-        used = self.plan() if outcome != "refused" else None
+        used = self.controller.plan if outcome != "refused" else None
         self.record(
             wire.RequestEnded(
                 request_id=self.message.request_id,
                 app=self.app,
-                deployment=self.deployment,
-                model=PurePath(self.model_path).name[-256:],
+                deployment=self.controller.name,
+                model=PurePath(self.controller.goal.path).name[-256:],
                 operation=_OPERATIONS[type(self.message)],
                 outcome=outcome,
                 devices=tuple(device.name for device in used.devices) if used is not None else (),

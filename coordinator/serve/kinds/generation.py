@@ -26,7 +26,7 @@ from hearth.grammars import Grammars, Vocabulary
 from hearth.plan.common import ValueFormatName
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
-from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.protocol import REPLY_MARGIN_SECONDS
 from hearth.wire import messages as wire
 from hearth.wire.codec import Array
@@ -234,12 +234,12 @@ class GenerationRunner:
         """Call `function`, which handles all texts of the request, in a thread. Raises DeadlineExceeded, QueueFull."""
         num_characters = len(request.prompt or "") + sum(len(each.content) for each in request.messages)
         num_characters += sum(map(len, request.tools))
-        seconds = ticket.deadline - asyncio.get_running_loop().time()
+        seconds = ticket.deadline - loop_time()
         return await self._threads.run(seconds, num_characters + len(request.generated), function)
 
     async def _with_vocabulary(self, ticket: Ticket, function: Callable[[], _T]) -> _T:
         """Call `function`, which needs the bytes of the tokens, in the thread for them. Raises DeadlineExceeded, QueueFull."""
-        return await self._threads.compile(ticket.deadline - asyncio.get_running_loop().time(), function)
+        return await self._threads.compile(ticket.deadline - loop_time(), function)
 
     async def _stream(self, generation: _RunningGeneration, ticket: Ticket) -> AsyncGenerator[wire.TextGenerated, None]:
         """Stream up to the end of the answer, on successive deployments if some fail."""
@@ -291,8 +291,7 @@ class _StreamWatch:
         self._activity = activity
         self._num_prefill_tokens = num_context_tokens  # 0 after the first token
         activity.num_prefill_tokens += num_context_tokens
-        self._clock = asyncio.get_running_loop().time
-        self._began = self._clock()
+        self._began = loop_time()
         plan = activity.deployment.plan
         rows = plan.body.max_step_rows
         # The prefill of all prompts that are waiting, in chunks, and one step of decoding.
@@ -310,13 +309,13 @@ class _StreamWatch:
         try:
             while not event.done():
                 silent_at = max(self._began, self._activity.newest_token_at) + self._patience_seconds
-                if self._clock() >= deadline:
+                if loop_time() >= deadline:
                     raise errors.DeadlineExceeded(action="the generation", seconds=request.timeout_seconds)
-                if self._clock() >= silent_at:
+                if loop_time() >= silent_at:
                     device = self._activity.deployment.plan.devices[0].name
                     raise errors.StepFailed(device=device, reason=f"no token for {self._patience_seconds:.0f} s")
-                await asyncio.wait({event}, timeout=max(min(deadline, silent_at) - self._clock(), 0.001))
-            self._activity.newest_token_at = self._clock()
+                await asyncio.wait({event}, timeout=max(min(deadline, silent_at) - loop_time(), 0.001))
+            self._activity.newest_token_at = loop_time()
             self.prefilled()
             return event.result()
         finally:
@@ -357,7 +356,7 @@ class _RunningGeneration:
                 self._reader = model.tokenizer.reader(prompt, request.tools, self._stream_name, bool(grammar))
         self._stop_filter = StopTextFilter(request.stop)
         self._sampling = model.defaults.merged(request.sampling, secrets.randbits(62))
-        self._clock = asyncio.get_running_loop().time
+        self._clock = asyncio.get_running_loop().time  # also called in a thread, which has no loop
         self._began_at = began
         self._prefix_scope = prefix_scope
         self._grammar = grammar

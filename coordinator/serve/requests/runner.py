@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 from coordinator.serve.requests.admission import Admission, Place
 from coordinator.serve.requests.retry import Failures, is_lost, needs_probe
 from hearth.errors import DeadlineExceeded, HearthError, InternalError, LeaseLost, PartLost
-from hearth.platform.asyncio_tools import with_timeout
+from hearth.platform.asyncio_tools import loop_time, with_timeout
 from hearth.wire.messages import Inferred, TextEnded, Vectors
 from hearth.wire.rpc import Reply
 
@@ -108,7 +108,7 @@ class Requests(Generic[D]):
         try:
             yield deployment
         except HearthError as error:
-            if self._clock() >= ticket.deadline:  # the request's own deadline says nothing about the plan
+            if loop_time() >= ticket.deadline:  # the request's own deadline says nothing about the plan
                 raise
             self._record_failure(ticket, deployment, error)
             if ticket.failure is None:
@@ -118,7 +118,7 @@ class Requests(Generic[D]):
 
     def arrive(self, timeout_seconds: float) -> Ticket:
         """The ticket of a request that arrives now."""
-        return Ticket(self.admission.arrive(), timeout_seconds, self._clock() + timeout_seconds)
+        return Ticket(self.admission.arrive(), timeout_seconds, loop_time() + timeout_seconds)
 
     def record_progress(self, ticket: Ticket) -> None:
         """The running request got further than ever before: it is not the cause of its earlier failures."""
@@ -236,11 +236,8 @@ class Requests(Generic[D]):
 
     # ---- times ----------------------------------------------------------------------------------------------------
 
-    def _clock(self) -> float:
-        return asyncio.get_running_loop().time()
-
     def _remaining_seconds(self, ticket: Ticket) -> float:
-        return max(ticket.deadline - self._clock(), 0.001)
+        return max(ticket.deadline - loop_time(), 0.001)
 
     def _timeout_error(self, ticket: Ticket) -> HearthError:
         if not self.admission.is_open:

@@ -14,6 +14,7 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum, lacking, others_may_lead
 from coordinator.serve.state import StateFile
 from hearth.errors import BadRequest, HearthError, LeaseLost
+from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.machine import host_id
 from hearth.protocol import STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire
@@ -67,7 +68,6 @@ class Leadership:
         """Keep the quorum until cancelled. Raises AnotherLeads."""
         might_compute = True
         busy_since: float | None = None
-        loop = asyncio.get_running_loop()
         while True:
             if self.quorum.current is None:
                 await self._is_needed.wait()
@@ -79,8 +79,8 @@ class Leadership:
             if might_compute and not self.may_compute():
                 self._on_lost(LeaseLost(device="most devices of this home"))
             might_compute = self.may_compute()
-            busy_since = (busy_since or loop.time()) if self._others_lead() else None
-            if busy_since is not None and loop.time() - busy_since > _DEPOSED_SECONDS:
+            busy_since = (busy_since or loop_time()) if self._others_lead() else None
+            if busy_since is not None and loop_time() - busy_since > _DEPOSED_SECONDS:
                 raise AnotherLeads
             await asyncio.sleep(_POLL_SECONDS)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from decimal import Decimal
 from typing import Any
 
 from coordinator.serve.text.answer_reader import CallIds, Piece, joined, read_calls
@@ -242,7 +243,7 @@ def _cast(text: str, type_: str) -> Any:
         if type_ == "integer" and not number.is_integer():
             raise ValueError("no integer")
         has_fraction = type_ == "number" and "." in text
-        return number if has_fraction or not number.is_integer() else _integer(text, number)
+        return number if has_fraction or not number.is_integer() else int(Decimal(text))
     if type_ == "boolean" and bare in ("true", "1", "false", "0"):
         return bare in ("true", "1")
     if type_ == "null" and text.strip() in ("null", "None"):
@@ -250,10 +251,3 @@ def _cast(text: str, type_: str) -> Any:
     if type_ in ("object", "array") and isinstance(value := json.loads(text), dict if type_ == "object" else list):
         return value
     raise ValueError("another type")
-
-
-def _integer(text: str, number: float) -> int:
-    try:
-        return int(text)
-    except ValueError:  # "3.0", "1e3"
-        return int(number)

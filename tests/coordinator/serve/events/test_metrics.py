@@ -68,7 +68,7 @@ def ended(answer: Any, message: wire.ModelRequest, leave_after: int | None = Non
         return stream() if isinstance(answer, list) else answer
 
     async def main() -> None:
-        recorder = RequestRecorder(message, "lamp", "tiny", "/srv/tiny", lambda: PLAN, events.append)
+        recorder = RequestRecorder(message, "lamp", CONTROLLER, events.append)
         response: Any = await recorder.watch(handler())
         if isinstance(response, AsyncGenerator):
             count = 0
@@ -87,6 +87,7 @@ def ended(answer: Any, message: wire.ModelRequest, leave_after: int | None = Non
     return event
 
 
+CONTROLLER: Any = SimpleNamespace(name="tiny", goal=SimpleNamespace(path="/srv/tiny"), plan=PLAN)
 TOKEN = wire.TextGenerated(token_ids=(1,), text="a")
 ASKED = wire.Generate(prompt="p", request_id="r")
 
