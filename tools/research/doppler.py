@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from numpy.random import default_rng
@@ -105,13 +106,10 @@ class Doppler(Experiment):
 
     def measure(self, context: Context) -> Iterator[DopplerRow]:
         known = {row.key: row for row in context.known}
-        for memory in self.memory:
-            for home in self.homes:
-                for graph in self.graphs:
-                    for method in self.methods:
-                        row = DopplerRow(method=method, graph=graph, home=home, memory=memory)
-                        context.report(f"{method} on {graph}, {row.setting}")
-                        yield known.get(row.key) or row.model_copy(update=self._found(method, row.problem()))
+        for memory, home, graph, method in product(self.memory, self.homes, self.graphs, self.methods):
+            row = DopplerRow(method=method, graph=graph, home=home, memory=memory)
+            context.report(f"{method} on {graph}, {row.setting}")
+            yield known.get(row.key) or row.model_copy(update=self._found(method, row.problem()))
 
     def summary(self, rows: Sequence[DopplerRow]) -> Summary:
         by_setting: dict[Setting, list[DopplerRow]] = {}
@@ -170,14 +168,10 @@ class Doppler(Experiment):
         stop = self._training_limit()
         trainer.imitate(self.imitation)
         trainer.reinforce(self.episodes, stop)
-        greedy, best = trainer.greedy(), trainer.best
-        placements = {
-            "makespan": best, "greedy": greedy.placements()[0] if greedy.fits_B.all() else None
-        }  # fmt: skip
-        return {
-            "num_episodes": trainer.num_episodes,
-            **{name: each and best_schedule(problem, *each).makespan for name, each in placements.items()},
-        }
+        greedy = trainer.greedy()
+        placements = {"makespan": trainer.best, "greedy": greedy.placements()[0] if greedy.fits_B.all() else None}
+        makespans = {name: each and best_schedule(problem, *each).makespan for name, each in placements.items()}
+        return {**makespans, "num_episodes": trainer.num_episodes}
 
     def _training_limit(self) -> Stop:
         deadline = time.process_time() + self.training_seconds

@@ -63,23 +63,16 @@ def _assigned_groups(problem: PlacementProblem) -> list[list[int]]:
     speeds = _speeds(problem)
     groups = _groups(speeds)
     fractions = _fractions(problem)
-    assigned = []
-    for i in range(problem.num_operators):
-        mass, slowest_group = 0.0, 0
-        for index in reversed(range(len(groups))):
-            mass += sum(fractions[i, device] for device in groups[index])
-            if mass >= 0.5:
-                slowest_group = index
-                break
-        assigned.append(max(groups[slowest_group:], key=lambda group: sum(speeds[device] for device in group)))
-    return assigned
+    fastest_from = [max(groups[g:], key=lambda group: sum(speeds[k] for k in group)) for g in range(len(groups))]
+    of_group = np.array([fractions[:, group].sum(axis=1) for group in groups])
+    has_half = of_group[::-1].cumsum(axis=0)[::-1] >= 0.5  # [groups, n]: on each group and the faster ones
+    return [fastest_from[max(count - 1, 0)] for count in has_half.sum(axis=0)]
 
 
 def _speeds(problem: PlacementProblem) -> list[float]:
     """One speed per device, as in the paper: the fastest device's time for the whole graph, divided by this device's."""
-    totals = [sum(row[device] for row in problem.seconds) for device in range(problem.num_devices)]
-    fastest_total = min(totals)
-    return [fastest_total / total if total > 0 else 1.0 for total in totals]
+    totals = [sum(column) for column in zip(*problem.seconds, strict=True)]
+    return [min(totals) / total if total > 0 else 1.0 for total in totals]
 
 
 def _groups(speeds: list[float]) -> list[list[int]]:
@@ -145,7 +138,7 @@ def m_sct(problem: PlacementProblem) -> Schedule:
             starts = {
                 i: partial.inputs_ready_at(i, device) for i in sorted(partial.ready) if device in partial.candidates(i)
             }
-            child = favourite.get(last[device]) if last[device] is not None else None
+            child = favourite.get(last[device])
             waits = child in starts and all(
                 starts[child] <= partial.inputs_ready_at(child, other) for other in partial.candidates(child)
             )

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 import torch
+from support.placement_problems import in_other_unit, problems
 
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, upward_ranks
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
@@ -23,31 +24,13 @@ from tools.research.training import Trainer, entropy, reinforcement_loss
 SMALL = Shape(width=8, num_rounds=2)
 
 
-@st.composite
-def problems(draw: st.DrawFn) -> PlacementProblem:
-    """Graphs of up to 6 operators with whole times, on up to 3 devices; many choices tie."""
-    n, k = draw(st.integers(1, 6)), draw(st.integers(1, 3))
-
-    def square(most: int) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(0.0 if a == b else float(draw(st.integers(0, most))) for b in range(k)) for a in range(k))
-
-    flows = []
-    for source in range(n - 1):
-        targets = draw(st.sets(st.integers(source + 1, n - 1), max_size=3))
-        if targets:
-            flows.append(Flow(source, tuple(sorted(targets)), square(5)))
-    seconds = tuple(tuple(float(draw(st.integers(1, 6))) for _ in range(k)) for _ in range(n))
-    return problem_of(seconds, flows, k, latency=square(2), shared=draw(st.booleans()) and n > 1)
-
-
 def problem_of(
-    seconds: tuple[tuple[float, ...], ...], flows: list[Flow], k: int,
-    latency: tuple[tuple[float, ...], ...] | None = None, shared: bool = False, budget: int = 100,
-) -> PlacementProblem:  # fmt: skip
+    seconds: tuple[tuple[float, ...], ...], flows: list[Flow], k: int, shared: bool = False, budget: int = 100
+) -> PlacementProblem:
     n = len(seconds)
     return PlacementProblem(
-        "random", tuple(f"op{i}" for i in range(n)), tuple(f"device{d}" for d in range(k)), seconds, (1,) * n,
-        (budget,) * k, tuple(flows), latency or ((0.0,) * k,) * k, shared=(SharedWeights(2, (0, n - 1)),) if shared else (),
+        "tiny", tuple(f"op{i}" for i in range(n)), tuple(f"device{d}" for d in range(k)), seconds, (1,) * n, (budget,) * k,
+        tuple(flows), ((0.0,) * k,) * k, shared=(SharedWeights(2, (0, n - 1)),) if shared else (),
     )  # fmt: skip
 
 
@@ -65,7 +48,7 @@ def forked(costs: tuple[float, ...] = (1.0,) * 5) -> PlacementProblem:
 
 
 @settings(max_examples=6)
-@given(problems(), st.integers(0, 2**16))
+@given(problems(memory=False, media=False), st.integers(0, 2**16))
 def test_teacher_ties_are_those_of_critical_path_in_every_state(problem: PlacementProblem, seed: int) -> None:
     trace = trainer(problem, seed).sample(2)[0]
     ranks = upward_ranks(problem)
@@ -143,14 +126,9 @@ def test_paths_lead_along_the_longest_remaining_and_preceding_work() -> None:
 
 
 @settings(max_examples=10)
-@given(problems())
+@given(problems(memory=False, media=False))
 def test_static_features_do_not_depend_on_the_unit_of_time(problem: PlacementProblem) -> None:
-    def scaled(table: tuple[tuple[float, ...], ...]) -> tuple[tuple[float, ...], ...]:
-        return tuple(tuple(1000 * value for value in row) for row in table)
-
-    flows = [Flow(f.source, f.targets, scaled(f.seconds)) for f in problem.flows]
-    slower = problem_of(scaled(problem.seconds), flows, problem.num_devices, latency=scaled(problem.latency))
-    one, other = make_instance(problem).graph, make_instance(slower).graph
+    one, other = (make_instance(each).graph for each in (problem, in_other_unit(problem, 1000.0)))
     torch.testing.assert_close(one.static_NX, other.static_NX, atol=1e-5, rtol=0)
     torch.testing.assert_close(one.values[one.block_values], other.values[other.block_values], atol=1e-5, rtol=0)
 
