@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -44,8 +44,6 @@ from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 
 PIPELINE_EXACT, PIPELINE = "pipeline-exact", "pipeline"
-# Ratio of values at which the search ends if the values below are undecided: far below the error of a prediction.
-_UNDECIDED_RATIO = 1.002
 _MAX_SUBSETS = 16  # of the devices on media that are searched too: more than all of four devices have
 # Of the time limit, when the exact search ends, and when its bound does. The rest is for moving the cuts (rebalance.py).
 _SEARCH_SHARE, _BOUND_SHARE = 0.7, 0.8
@@ -165,13 +163,12 @@ def _best_without_media(
     """As `best_stages`, for a problem without media. `known` and all pipelines that are found are added to `seen`."""
     limits = StageLimits(problem)
     seen += known or _starting_pipelines(limits, rng, stop)
-    search = _Bisection(limits, seen, stop)
+    search = _Search(limits, seen, stop)
     search.run()
-    bound = min(search.proven, search.value)
-    return Solution(search.best, search.value, bound, bound >= search.value)
+    return Solution(search.best, search.value, search.proven, search.proven >= search.value)
 
 
-class _Bisection:
+class _Search:
     """Search for the least bottleneck between a bound, `proven`, and `value`, that of the best pipeline.
 
     Pipelines that are found are added to `seen`, which holds one at least.
@@ -185,57 +182,22 @@ class _Bisection:
         self.proven = _least_walk(limits, self.value, stop)
 
     def run(self) -> None:
-        """Decide about values until the optimum is proven, or until `stop()`."""
-        floor = self._narrow()
-        if self._stop():
-            return
-        values = _possible_bottlenecks(self._problem, floor, self.value)
-        first, top = 0, len(values) - 1  # no pipeline is below values[first]
-        low, step, high = first, 0, top  # the best is at values[high]; values from `first` to `low` are undecided
-        while low < high and not self._stop():  # the optimum is often at or near the bound: go up in growing steps
-            if low > first and values[high] <= values[low] * _UNDECIDED_RATIO:
-                break  # the values below are undecided, and the rest of the interval is too small to matter
-            middle = min(low + step, (low + high) // 2)
-            answer = self._has_pipeline(values[middle])
-            if answer is None:
-                low, top, step = middle + 1, min(top, middle), high
-            elif answer:
-                high = bisect_left(values, self.value)
-            else:
-                first = low = middle + 1
-                step = max(2 * step, 1)
-        top = min(top, high)
-        while first < top and not self._stop():  # some values stayed undecided: try to raise the bound
-            middle = (first + top) // 2
-            answer = self._has_pipeline(values[middle])
-            if answer is None:
-                top = middle
-            elif answer:
-                top = bisect_left(values, self.value)
-            else:
-                first = middle + 1
-        if first or floor <= self.proven:
-            self.proven = values[first]
+        """Lower the value, then raise the bound, until the optimum is proven, or until `stop()`."""
+        for if_undecided in (False, True):
+            holds = partial(self._has_pipeline, if_undecided)
+            bound = _least_value(self._problem, self.proven, self.value, holds, self._stop)
+        self.proven = min(bound, self.value)
 
-    def _narrow(self) -> float:
-        """Halve the range while it has too many values to list; returns its lower end, below which values may be undecided."""
-        low = self.proven
-        while _num_stages_between(self._problem, low, self.value) > _MAX_VALUES and not self._stop():
-            middle = (low + self.value) / 2
-            answer = self._has_pipeline(middle)
-            if answer is False:
-                self.proven = middle
-            if not answer:
-                low = middle
-        return low
-
-    def _has_pipeline(self, beta: float) -> bool | None:
-        """Whether there is a pipeline within `beta`; None if that is not decided. Keeps the one that is found."""
+    def _has_pipeline(self, if_undecided: bool, beta: float) -> bool:
+        """Whether there is a pipeline within `beta`. Keeps the one that is found."""
+        if not self.proven <= beta < self.value:
+            return beta >= self.value
         try:
             found = FeasibilityProblem(self._limits, beta).find_pipeline(self._critical, self._stop)
         except SearchLimitReached:
-            return None
+            return if_undecided
         if found is None:
+            self.proven = math.nextafter(beta, math.inf)
             return False
         self.best, self.value = found, self._problem.bottleneck_seconds(found)
         self._seen.append(found)
@@ -252,17 +214,24 @@ def relaxed_bound(problem: PipelineProblem, stages: Stages, stop: Stop = lambda:
 
 def _least_walk(limits: StageLimits, upper: float, stop: Stop) -> float:
     """The least possible bottleneck with a walk (a pipeline that may repeat devices), or a lower bound; `upper` has one."""
-    low, high = 0.0, upper
-    while _num_stages_between(limits.problem, low, high) > _MAX_VALUES:
+    return _least_value(limits.problem, 0.0, upper, lambda beta: FeasibilityProblem(limits, beta).has_walk, stop)
+
+
+def _least_value(
+    problem: PipelineProblem, lower: float, upper: float, holds: Callable[[float], bool], stop: Stop
+) -> float:
+    """The least possible bottleneck from `lower` to `upper` for which `holds` is true, as for `upper`; less after `stop()`."""
+    low, high = lower, upper
+    while _num_stages_between(problem, low, high) > _MAX_VALUES:
         if stop():
             return low
         middle = (low + high) / 2
-        low, high = (low, middle) if FeasibilityProblem(limits, middle).has_walk else (middle, high)
-    values = _possible_bottlenecks(limits.problem, low, high)
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    values = _possible_bottlenecks(problem, low, high)
     first, last = 0, len(values) - 1
     while first < last and not stop():
         index = (first + last) // 2
-        first, last = (first, index) if FeasibilityProblem(limits, values[index]).has_walk else (index + 1, last)
+        first, last = (first, index) if holds(values[index]) else (index + 1, last)
     return values[first]
 
 
