@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from coordinator.plan.graph.latency.doppler.gradients import advantages
-from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.problem import PlacementProblem
+from coordinator.plan.graph.latency.schedule import schedule
 from tools.research.episodes import Floats, Placement, Rules, Trace, log_probabilities, make_instance, run_episodes
 from tools.research.networks import DualPolicy, Encoding, Shape
 
@@ -38,7 +38,7 @@ class Trainer:
         self.policy, self.rules = DualPolicy(shape), rules
         self.best: Placement | None = None  # of priced episodes that fit into memory
         self.num_episodes = 0
-        self._instance, self._evaluator = make_instance(problem), Evaluator(problem)
+        self._instance = make_instance(problem)
         self._rng, self._best_seconds = np.random.default_rng(seed), inf
         self._optimizers = [
             torch.optim.Adam(network.parameters(), fused=True) for network in (self.policy.select, self.policy.place)
@@ -83,7 +83,7 @@ class Trainer:
     def _prices(self, trace: Trace) -> Floats:
         placements = trace.placements()
         # The order of placing decides between ready items.
-        seconds_B = np.array([self._evaluator.work_conserving(*each) for each in placements], np.float64)
+        seconds_B = np.array([schedule(self._instance.problem, *each).makespan for each in placements], np.float64)
         for placement, seconds, fits in zip(placements, seconds_B.tolist(), trace.fits_B.tolist(), strict=True):
             if fits and seconds < self._best_seconds:
                 self.best, self._best_seconds = placement, seconds

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import heapify, heappop, heappush
-from math import inf
 from random import Random
 
 from coordinator.models.ordering import topological_order
 from coordinator.plan.graph.latency.channels import Channels, Spans
-from coordinator.plan.graph.latency.evaluator import Evaluator
 from coordinator.plan.graph.latency.memory import MemoryLedger
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Item, Schedule, best_schedule, sorted_by_start
@@ -177,10 +175,9 @@ def critical_path(problem: PlacementProblem, rng: Random, runs: int = 50, stop: 
     Doppler's baseline (arXiv 2505.23131, section 6; Kwok and Ahmad 1999). Ties are broken at random; of `runs` runs, return
     the one with the shortest simulated makespan. After the first, none begins once `stop()` is true. Raises NoPlacement.
     """
-    ranks, evaluator = upward_ranks(problem), Evaluator(problem)
-    best, best_makespan = None, inf
-    for run in range(runs):
-        if run and stop():
+    ranks, best = upward_ranks(problem), None
+    for _ in range(runs):
+        if best is not None and stop():
             break
         partial = PartialSchedule(problem, "critical-path")
         ready = [(-ranks[operator], rng.random(), operator) for operator in sorted(partial.ready)]
@@ -193,11 +190,10 @@ def critical_path(problem: PlacementProblem, rng: Random, runs: int = 50, stop: 
             )
             for each in partial.place(operator, device, start):
                 heappush(ready, (-ranks[each], rng.random(), each))
-        makespan = evaluator.makespan(partial.assignment, partial.order)
-        if makespan < best_makespan:
-            best, best_makespan = partial, makespan
+        found = partial.to_schedule()
+        best = found if best is None or found.makespan < best.makespan else best
     assert best is not None
-    return best.to_schedule()
+    return best
 
 
 def rank_order(problem: PlacementProblem, ranks: Sequence[float]) -> list[int]:

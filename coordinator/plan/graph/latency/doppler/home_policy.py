@@ -104,7 +104,7 @@ def _best(problem: PlacementProblem, evaluator: Evaluator, episodes: Rollouts) -
     assignments, orders = episodes.assignments.tolist(), orders_by_start(episodes).tolist()
     complete = np.flatnonzero(episodes.complete).tolist()
     best: dict[tuple[int, ...], int] = {}  # by assignment, its best episode
-    for b in sorted(complete, key=lambda b: evaluator.makespan(assignments[b], orders[b])):
+    for b in sorted(complete, key=lambda b: evaluator.in_order(assignments[b], orders[b])):
         best.setdefault(tuple(assignments[b]), b)
     return [
         Start(best_schedule(problem, assignment, orders[b]), episodes.probabilities[b].tolist())

@@ -112,7 +112,7 @@ class _Learning:
             return []
         complete = np.flatnonzero(episodes.complete)
         orders, assignments = orders_by_start(episodes).tolist(), episodes.assignments.tolist()
-        makespans = np.array([self._evaluator.makespan(assignments[b], orders[b]) for b in complete])
+        makespans = np.array([self._evaluator.in_order(assignments[b], orders[b]) for b in complete])
         weights = np.zeros(BATCH)
         weights[complete] = advantages(makespans) / len(complete)
         best = int(complete[makespans.argmin()])

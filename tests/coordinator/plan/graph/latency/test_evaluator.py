@@ -1,4 +1,4 @@
-"""Fast makespans: equal to those of the schedules, for both disciplines and from every checkpoint."""
+"""Fast makespans: equal to those of the schedules in order, from every checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.placement_problems import on_media, problems, random_problem
 from coordinator.models.ordering import topological_order
 from coordinator.plan.graph.latency.evaluator import Evaluator, IncrementalEvaluator, named, numbered
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from coordinator.plan.graph.latency.schedule import Send, best_schedule, schedule, with_required_sends
+from coordinator.plan.graph.latency.schedule import Send, schedule, with_required_sends
 
 
 def random_solution(problem: PlacementProblem, rng: Random) -> tuple[list[int], list[int]]:
@@ -34,9 +34,7 @@ def test_makespans_equal_those_of_the_schedules_on_shared_media(media: tuple[tup
         evaluator = Evaluator(problem)
         expected = schedule(problem, assignment, order, in_order=True).makespan
         assert evaluator.in_order(assignment, order) == pytest.approx(expected)
-        expected = schedule(problem, assignment, order).makespan
-        assert evaluator.work_conserving(assignment, order) == pytest.approx(expected)
-        num_longer += expected > schedule(wired, assignment, order).makespan
+        num_longer += expected > schedule(wired, assignment, order, in_order=True).makespan
         incremental = IncrementalEvaluator(problem, assignment, order)
         changed = [*assignment[:-8], *((device + 1) % 4 for device in assignment[-8:])]
         assert incremental.trial(changed, order, 0) == evaluator.in_order(changed, order)
@@ -50,15 +48,12 @@ def test_makespans_equal_those_of_the_schedules(problem: PlacementProblem, rng: 
     assignment, order = random_solution(problem, rng)
     evaluator = Evaluator(problem)
     assert evaluator.in_order(assignment, order) == schedule(problem, assignment, order, in_order=True).makespan
-    assert evaluator.makespan(assignment, order) == best_schedule(problem, assignment, order).makespan
     items = with_required_sends(problem, assignment, schedule(problem, assignment, order).order)
     transfers = numbered(problem, assignment, items)
     assert evaluator.in_order(assignment, transfers) == schedule(problem, assignment, items, in_order=True).makespan
     assert named(problem, transfers) == [
         item for item in items if not isinstance(item, Send) or problem.contends(item.flow)
     ]
-    rng.shuffle(order)  # work-conserving schedules take any order of priorities
-    assert evaluator.work_conserving(assignment, order) == schedule(problem, assignment, order).makespan
 
 
 @settings(max_examples=12)

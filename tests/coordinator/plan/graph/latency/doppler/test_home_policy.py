@@ -127,8 +127,8 @@ def test_the_best_of_all_episodes_comes_first() -> None:
     features = problem_features(PROBLEM).with_incumbent(INCUMBENT)
     found = roll_out(features, SAMPLED, draw_noise(PROBLEM, 15, np.random.default_rng(0)))
     pairs = zip(found.assignments.tolist(), orders_by_start(found).tolist(), found.complete, strict=True)
-    makespans = [Evaluator(PROBLEM).makespan(*pair) for *pair, complete in pairs if complete]
-    assert samples()[0].schedule.makespan == pytest.approx(min(makespans))
+    makespans = [Evaluator(PROBLEM).in_order(*pair) for *pair, complete in pairs if complete]
+    assert samples()[0].schedule.makespan <= min(makespans)
     assert min(makespans) < max(makespans)
 
 
