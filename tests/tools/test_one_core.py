@@ -15,15 +15,18 @@ from tools.bench.one_core import LLAMA_CPP, NEW, OneCore
 
 @pytest.mark.parametrize(
     ("setting", "value", "reason"),
-    [("llama_python", "none/python", "pip install"), ("old", "none", "checkout"), ("instructions", "mmx", "not known")],
+    [
+        ("llama_python", "none/python", "pip install"),
+        ("old", "none", "checkout"),
+        ("instructions", "mmx", "should be"),
+    ],
 )
 def test_settings_that_cannot_be_used_are_refused_before_anything_runs(
     setting: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tools.bench.one_core.check_possible", lambda scenario: None)  # needs root
-    experiment = make_experiment({**read_settings("one-core"), setting: value})
     with pytest.raises(BadSetting, match=reason):
-        next(experiment.measure(Context(Path(), lambda step: None)))
+        next(make_experiment({**read_settings("one-core"), setting: value}).measure(Context(Path(), lambda step: None)))
 
 
 def test_gains_are_speeds_of_hearth_over_each_program() -> None:

@@ -24,7 +24,6 @@ from hearth.errors import BadSetting, InternalError
 from hearth.plan.common import WireFormat
 from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import WeightFormat
-from hearth.plan.plan import TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment, Named
@@ -36,15 +35,16 @@ from tools.bench.processes import DeviceProcess
 from tools.bench.profiles import Profiles
 from tools.bench.results import Record, Summary, Table
 from tools.bench.stats import Ratio, paired_ratio
-from tools.testbed import Scenario, Testbed, load_scenario
+from tools.bench.versions import plan_of_checkout
+from tools.testbed import Testbed, load_scenario
 from tools.testbed.cluster import check_possible
+from tools.testbed.scenario import InstructionSet
 
 NEW, OLD, LLAMA_CPP = "hearth", "hearth, old", "llama.cpp"
 _SCRIPT = Path(__file__).parent / "llama_cpp.py"
 _RATE = 1e9  # bytes per second of links, which one device does not use
 
 Answer = Mapping[str, Any]
-Generate = Callable[[list[int]], Answer]
 
 
 class OneCoreRow(Record):
@@ -92,7 +92,7 @@ class OneCore(Experiment):
 
     model: dict[str, Any] = LLAMA
     weights: tuple[WeightFormat, ...] = Field(("int4", "int8"), min_length=1)
-    instructions: str = "native"  # instruction set of the testbed's device
+    instructions: InstructionSet = "native"  # of the testbed's device
     # Layouts that are not chosen: onnxruntime uses all instructions, whatever is allowed.
     leave_out: tuple[str, ...] = ()
     prompt_tokens: int = Field(256, ge=1)
@@ -103,48 +103,40 @@ class OneCore(Experiment):
     rounds: int = Field(MIN_ROUNDS, ge=1)
 
     def measure(self, context: Context) -> Iterator[OneCoreRow]:
-        scenario = self._scenario()
+        scenario = load_scenario("whole-cores")
+        device = scenario.devices[0].model_copy(update={"instruction_set": self.instructions})
+        scenario = scenario.model_copy(update={"devices": (device,)})
         check_possible(scenario)
         old_tree = checkout("old", self.old) if self.old is not None else None
         self._check_llama()
-        name = scenario.devices[0].name
         context.report("making the model")
         directory = decoder_directory(self.model, context.folder, "float32")
         with ExitStack() as stack:
             testbed = stack.enter_context(emulated(scenario, context.folder / "new", real_mbit=True))
-            engine = stack.enter_context(EngineRunners(testbed, [name]))
+            engine = stack.enter_context(EngineRunners(testbed, [device.name]))
             profiles = Profiles(scenario, testbed, engine, context.report)
-            others, said = self._others(stack, testbed, name, directory, context)
+            runs, kernels = self._others(stack, testbed, device.name, directory, context)
+            engines = {NEW: engine}
             if old_tree is not None:
                 old_testbed = stack.enter_context(emulated(scenario, context.folder / "old", True, old_tree))
-                old = stack.enter_context(EngineRunners(old_testbed, [name]))
+                engines[OLD] = stack.enter_context(EngineRunners(old_testbed, [device.name]))
             for weights in self.weights:
                 model = StoredModel(directory, context.folder / "store", weights)
-                cluster = profiles.current(model, [name], self.prompt_tokens, None)
-                prompt, engines = made_up_prompt(model.spec.vocab_size, self.prompt_tokens), {NEW: engine}
+                cluster = profiles.current(model, [device.name], self.prompt_tokens, None)
                 context.report(f"loading {weights}")
-                said[NEW] = self._load(engine, model, cluster)
+                kernels[NEW] = self._load(engine, model, cluster)
                 if old_tree is not None:
-                    self._load_old(old_testbed, old, model, cluster)
-                    engines[OLD], said[OLD] = old, "-"
-                runs: dict[str, Callable[[], Answer]] = {name: partial(each, prompt) for name, each in others.items()}
+                    self._load_old(old_testbed, engines[OLD], model, cluster)
                 for program, each in engines.items():
-                    runs[program] = partial(each.generate, "one", prompt, self.new_tokens)
+                    runs[program] = partial(each.generate, "one", self._prompt, self.new_tokens)
                 found, _ = interleaved(runs, self.rounds, context.report)
-                yield from self._rows(found, said, weights)
+                yield from self._rows(found, kernels, weights)
                 for each in engines.values():
                     each.unload("one")
 
-    def _scenario(self) -> Scenario:
-        """One whole core, with the instructions that were asked for."""
-        scenario = load_scenario("whole-cores")
-        try:
-            device = type(scenario.devices[0]).model_validate(
-                {**scenario.devices[0].model_dump(), "instruction_set": self.instructions}
-            )
-        except ValueError:
-            raise BadSetting(setting="instructions", reason=f"'{self.instructions}' is not known") from None
-        return scenario.model_copy(update={"devices": (device,)})
+    @property
+    def _prompt(self) -> list[int]:
+        return made_up_prompt(self.model["vocab_size"], self.prompt_tokens)
 
     def _check_llama(self) -> None:
         if self.llama_python is not None and not self.llama_python.is_file():
@@ -155,26 +147,26 @@ class OneCore(Experiment):
 
     def _others(
         self, stack: ExitStack, testbed: Testbed, name: str, directory: Path, context: Context
-    ) -> tuple[dict[str, Generate], dict[str, str]]:
-        """The programs that are not Hearth, and what each says about itself."""
-        programs: dict[str, Generate] = {}
-        said: dict[str, str] = {}
+    ) -> tuple[dict[str, Callable[[], Answer]], dict[str, str]]:
+        """Runs of the programs that are not Hearth, and the kernels of those that tell them."""
+        runs: dict[str, Callable[[], Answer]] = {}
+        kernels: dict[str, str] = {}
+        request = {"prompt": self._prompt, "num_tokens": self.new_tokens}
         if self.transformers:
             reference = stack.enter_context(DeviceProcess(testbed, "baselines", name, "transformers"))
         for dtype in self.transformers:
             context.report(f"loading transformers in {dtype}")
             reference.call("load", model_dir=str(directory), dtype=dtype)
-            programs[f"transformers {dtype}"] = partial(_call_reference, reference, dtype, self.new_tokens)
-            said[f"transformers {dtype}"] = "-"
+            runs[f"transformers {dtype}"] = partial(reference.call, "generate", dtype=dtype, **request)
         if self.llama_python is not None:
             context.report("writing the model of llama.cpp")
             llama = stack.enter_context(_LlamaCpp(testbed, name, self.llama_python))
             path = str(context.folder / "model.gguf")
             llama.call("make", path=path, config=self.model)
             about = llama.call("load", path=path, context=self.prompt_tokens + self.new_tokens)
-            programs[LLAMA_CPP] = lambda prompt: llama.call("generate", prompt=prompt, num_tokens=self.new_tokens)
-            said[LLAMA_CPP] = f"{about['version']}: {about['system']}"
-        return programs, said
+            runs[LLAMA_CPP] = partial(llama.call, "generate", **request)
+            kernels[LLAMA_CPP] = f"{about['version']}: {about['system']}"
+        return runs, kernels
 
     def _load(self, engine: EngineRunners, model: StoredModel, cluster: ClusterProfile) -> str:
         """Load Hearth with the kernels of its profile; returns the layout and kernels of the largest matrix."""
@@ -190,17 +182,12 @@ class OneCore(Experiment):
 
     def _load_old(self, testbed: Testbed, engine: EngineRunners, model: StoredModel, cluster: ClusterProfile) -> None:
         """Load the older checkout, with a plan that it makes itself."""
-        profile = testbed.folder / "profile.json"
-        profile.write_text(cluster.model_dump_json())
-        text = testbed.plan(
-            str(model.directory), "--strategy", "local", "--seq-len", str(self.prompt_tokens), "--load-profile",
-            str(profile), "--context", str(self.prompt_tokens + self.new_tokens), "--sequences", "1", "--weights",
-            model.spec.weights,
-        )  # fmt: skip
-        engine.load("one", plan_from_json(text, TransformerPlan), model, False, _RATE, text)
+        context = self.prompt_tokens + self.new_tokens
+        plan, text = plan_of_checkout(testbed, model, cluster, "local", self.prompt_tokens, context)
+        engine.load("one", plan, model, False, _RATE, text)
 
     def _rows(
-        self, found: Mapping[str, Sequence[Answer]], said: Mapping[str, str], weights: str
+        self, found: Mapping[str, Sequence[Answer]], kernels: Mapping[str, str], weights: str
     ) -> Iterator[OneCoreRow]:
         for program, answers in found.items():
             own = weights if program in (NEW, OLD) else "Q4_0" if program == LLAMA_CPP else program.split()[-1]
@@ -210,7 +197,7 @@ class OneCore(Experiment):
                 for part, each in seconds.items()
             }
             yield OneCoreRow(
-                program=program, weights=own, instructions=self.instructions, kernels=said[program],
+                program=program, weights=own, instructions=self.instructions, kernels=kernels.get(program, "-"),
                 prompt_tokens=self.prompt_tokens, new_tokens=self.new_tokens, **seconds, **gains,
             )  # fmt: skip
 
@@ -231,10 +218,6 @@ class OneCore(Experiment):
                              (row for row in rows if (row.prompt_tokens, row.new_tokens) == (prompt, new)))
             for prompt, new in sizes
         ))  # fmt: skip
-
-
-def _call_reference(reference: DeviceProcess, dtype: str, num_tokens: int, prompt: list[int]) -> Answer:
-    return reference.call("generate", prompt=prompt, num_tokens=num_tokens, dtype=dtype)
 
 
 class _LlamaCpp:

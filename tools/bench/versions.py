@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args
 from pydantic import Field, TypeAdapter
 
 from hearth.plan.plan import TransformerPlan, plan_from_json
+from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment, Named
@@ -29,7 +30,7 @@ from tools.bench.profiles import Profiles, Report
 from tools.bench.results import Record, Summary, Table
 from tools.bench.shapes import find_shape
 from tools.bench.stats import Ratio, paired_ratio
-from tools.testbed import load_scenario
+from tools.testbed import Testbed, load_scenario
 
 MOST_RATIO = 1.02  # new / old seconds; its confidence interval must also reach 1.00 or below
 _LAYERS, _ROWS = 4, 284  # of BERT-Large
@@ -157,19 +158,27 @@ def steps(name: Case, trees: Trees, folder: Path, report: Report) -> Iterator[Si
             testbed.set_mbit(case.mbit)
         runners = [stack.enter_context(EngineRunners(each, names, not case.generates)) for each in (old, new)]
         measured = Profiles(scenario, new, runners[1], report).current(model, names, num_rows, case.mbit)
-        profile = folder / "profile.json"
-        profile.write_text(measured.model_dump_json())
-        options = ["--strategy", case.strategy, "--seq-len", str(num_rows), "--load-profile", str(profile)]
-        if case.generates:
-            options += ["--context", str(_PROMPT + _TOKENS), "--sequences", "1", "--weights", "int8"]
-        text = old.plan(str(model.directory), *options)
-        plan = plan_from_json(text, TransformerPlan)
+        context = _PROMPT + _TOKENS if case.generates else None
+        plan, text = plan_of_checkout(old, model, measured, case.strategy, num_rows, context)
         rate = min(old.mbit(device.name, case.mbit) for device in plan.devices) * 1e6 / 8
         for each in runners:
             report(f"{name}: loading")
             each.load(name, plan, model, plan.num_ranks > 1, rate, text)
         old_work, new_work = (_work(case, name, model.spec.vocab_size, each) for each in runners)
         yield old_work, new_work
+
+
+def plan_of_checkout(
+    testbed: Testbed, model: StoredModel, profile: ClusterProfile, strategy: str, seq_len: int, context: int | None
+) -> tuple[TransformerPlan, str]:
+    """The plan that the testbed's checkout makes, also in its file format. `context`: tokens of one sequence, of a decoder."""
+    path = testbed.folder / "profile.json"
+    path.write_text(profile.model_dump_json())
+    options = ["--strategy", strategy, "--seq-len", str(seq_len), "--load-profile", str(path)]
+    if context is not None:
+        options += ["--context", str(context), "--sequences", "1", "--weights", model.spec.weights]
+    text = testbed.plan(str(model.directory), *options)
+    return plan_from_json(text, TransformerPlan), text
 
 
 def _model(generates: bool, folder: Path) -> tuple[StoredModel, int]:
