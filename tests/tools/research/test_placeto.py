@@ -11,6 +11,7 @@ pytest.importorskip("ortools")
 pytest.importorskip("torch")
 
 import torch
+from support.placement_problems import random_problem
 from support.schedule_checker import violations
 
 from coordinator.plan.graph.latency.baselines import local
@@ -44,12 +45,9 @@ def make_problem(
     )
 
 
-def random_problem(seed: int) -> PlacementProblem:
-    """Twelve operators on three devices, each of which holds six."""
-    rng = np.random.default_rng(seed)
-    seconds = [tuple(float(each) for each in rng.integers(1, 9, 3)) for _ in range(12)]
-    edges = tuple((a, b) for a in range(12) for b in range(a + 1, 12) if rng.random() < 0.2)
-    return make_problem(seconds, edges, float(rng.integers(1, 4)), 1, (6, 6, 6))
+def problem_in_little_memory(seed: int) -> PlacementProblem:
+    """Twelve operators on three devices, none of which holds all."""
+    return random_problem(np.random.default_rng(seed), spare_memory=0.5)
 
 
 def train(problem: PlacementProblem, num_episodes: int, seed: int = 0, from_local: bool = False) -> PlacetoResult:
@@ -75,7 +73,7 @@ def test_groups_are_ancestors_descendants_and_parallel_operators() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_plan_fits_and_is_never_worse_than_its_start(seed: int) -> None:
-    problem = random_problem(seed)
+    problem = problem_in_little_memory(seed)
     start, found = best_list_schedule(problem, 0.0), train(problem, num_episodes=8)
     assert found.num_episodes == 8
     assert found.best.makespan <= start.makespan
@@ -92,7 +90,7 @@ def test_placements_that_exceed_memory_are_no_plans() -> None:
 
 
 def test_same_seed_gives_the_same_plan() -> None:
-    problem = random_problem(9)
+    problem = problem_in_little_memory(9)
     start = schedule(problem, [i % 3 for i in range(12)], range(12))
     results = [Placeto(problem, start, np.random.default_rng(seed)).run(12) for seed in (1, 1, 2)]
     assert results[0] == results[1]
@@ -123,7 +121,7 @@ def test_policy_learns_to_stay_within_memory() -> None:
 
 
 def test_no_episode_of_training_begins_after_the_time_limit() -> None:
-    problem = random_problem(0)
+    problem = problem_in_little_memory(0)
     limit = iter([False, False, True])
     found = Placeto(problem, best_list_schedule(problem, 0.0), np.random.default_rng(0)).run(9, lambda: next(limit))
     assert found.num_episodes == 2
@@ -157,7 +155,7 @@ def test_messages_are_means_over_the_senders_of_each_direction() -> None:
 
 
 def test_best_list_schedule_keeps_memory() -> None:
-    problem = random_problem(5)
+    problem = problem_in_little_memory(5)
     found = best_list_schedule(problem, 0.0)
     assert problem.overflow_bytes(found.assignment) == 0
     assert schedule(problem, found.assignment, found.order, in_order=True).makespan >= found.makespan
