@@ -7,8 +7,9 @@ import os
 import random
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,12 @@ def pair(home: TestHome) -> TestHome:
     return home
 
 
-def with_agents(pair: TestHome, scenario: Any) -> None:
-    async def run() -> None:
-        async with Agents.of(pair, ("a", "b")) as agents:
-            await asyncio.wait_for(scenario(agents), 120)
-
-    asyncio.run(run())
+@pytest.fixture
+@asynccontextmanager
+async def agents(pair: TestHome) -> AsyncIterator[Agents]:
+    """A coordinator of both agents."""
+    async with Agents.of(pair, ("a", "b")) as agents:
+        yield agents
 
 
 def worker_of(pair: TestHome, agent: str) -> psutil.Process:
@@ -80,115 +81,103 @@ def worker_of(pair: TestHome, agent: str) -> psutil.Process:
     return psutil.Process(pid)
 
 
-def test_graph_runs_on_two_devices_and_survives_failures(pair: TestHome) -> None:
+async def test_graph_runs_on_two_devices_and_survives_failures(pair: TestHome, agents: Agents) -> None:
     rng = random.Random(3)
     model = random_model(rng, 20)
     feeds = [{"x": random_array(seed), "z": random_array(seed + 99)} for seed in range(8)]
     plan = random_cut(model, rng, 6, 2)
+    await agents.deploy(model, plan)
+    for worker in (worker_of(pair, "a"), worker_of(pair, "b")):
+        assert not any("torch" in mapped.path for mapped in worker.memory_maps())
+    outputs = await asyncio.gather(*(agents.run(plan, step, fed) for step, fed in enumerate(feeds)))
+    for fed, found in zip(feeds, outputs, strict=True):
+        expected = reference(model, fed)
+        assert found.keys() == expected.keys()
+        for name in expected:
+            np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-4)
 
-    async def scenario(agents: Agents) -> None:
-        await agents.deploy(model, plan)
-        for worker in (worker_of(pair, "a"), worker_of(pair, "b")):
-            assert not any("torch" in mapped.path for mapped in worker.memory_maps())
-        outputs = await asyncio.gather(*(agents.run(plan, step, fed) for step, fed in enumerate(feeds)))
-        for fed, found in zip(feeds, outputs, strict=True):
-            expected = reference(model, fed)
-            assert found.keys() == expected.keys()
-            for name in expected:
-                np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-4)
+    # Invalid requests are rejected and leave no state.
+    step = wire.Run(holder=HOLDER, epoch=1, step=20, timeout_seconds=30.0)
+    with pytest.raises(BadRequest, match=r"the input .* is missing"):
+        await agents.ask(next(rank for rank in range(2) if routes_for(plan, rank).graph_inputs), step)
+    with pytest.raises(BadRequest, match="does not accept GenerateTokens"):
+        await agents.ask(0, wire.GenerateTokens(holder=HOLDER, epoch=1, max_tokens=1))
 
-        # Invalid requests are rejected and leave no state.
-        step = wire.Run(holder=HOLDER, epoch=1, step=20, timeout_seconds=30.0)
-        with pytest.raises(BadRequest, match=r"the input .* is missing"):
-            await agents.ask(next(rank for rank in range(2) if routes_for(plan, rank).graph_inputs), step)
-        with pytest.raises(BadRequest, match="does not accept GenerateTokens"):
-            await agents.ask(0, wire.GenerateTokens(holder=HOLDER, epoch=1, max_tokens=1))
+    # Only rank 1 gets the request: no tensors arrive, and the error names the missing one.
+    waiting = next(rank for rank in range(2) if routes_for(plan, rank).sources)
+    names = tuple(sorted(routes_for(plan, waiting).graph_inputs))
+    payload = [frame for name in names for frame in pack_array(feeds[0][name])]
+    late = step.model_copy(update={"step": 21, "names": names, "timeout_seconds": 0.5})
+    with pytest.raises(StepFailed, match=f"had not arrived from rank {1 - waiting}"):
+        await agents.ask(waiting, late, payload)
 
-        # Only rank 1 gets the request: no tensors arrive, and the error names the missing one.
-        waiting = next(rank for rank in range(2) if routes_for(plan, rank).sources)
-        names = tuple(sorted(routes_for(plan, waiting).graph_inputs))
-        payload = [frame for name in names for frame in pack_array(feeds[0][name])]
-        late = step.model_copy(update={"step": 21, "names": names, "timeout_seconds": 0.5})
-        with pytest.raises(StepFailed, match=f"had not arrived from rank {1 - waiting}"):
-            await agents.ask(waiting, late, payload)
+    # An abort from outside takes effect immediately.
+    asked = await agents.begin(waiting, late.model_copy(update={"step": 22, "timeout_seconds": 60.0}), payload)
+    await agents.ask(waiting, wire.Abort(holder=HOLDER, epoch=1, step=22, reason="the client has gone"))
+    with pytest.raises(StepFailed, match="the client has gone"):
+        await asyncio.wait_for(asked, 45)
 
-        # An abort from outside takes effect immediately.
-        asked = await agents.begin(waiting, late.model_copy(update={"step": 22, "timeout_seconds": 60.0}), payload)
-        await agents.ask(waiting, wire.Abort(holder=HOLDER, epoch=1, step=22, reason="the client has gone"))
-        with pytest.raises(StepFailed, match="the client has gone"):
-            await asyncio.wait_for(asked, 45)
-
-        # The death of a worker is reported to all waiting requests; the agent accepts the next plan.
-        asked = await agents.begin(waiting, late.model_copy(update={"step": 23, "timeout_seconds": 60.0}), payload)
-        worker_of(pair, "ab"[waiting]).send_signal(signal.SIGKILL)
-        with pytest.raises(WorkerDied, match="SIGKILL"):
-            await asyncio.wait_for(asked, 45)
-        again = plan.with_epoch(2)
-        await agents.deploy(model, again, max_in_flight=1)
-        assert (await agents.run(again, 1, feeds[0])).keys() == reference(model, feeds[0]).keys()
-        late = late.model_copy(update={"epoch": 2, "step": 2, "timeout_seconds": 60.0})
-        asked = await agents.begin(waiting, late, payload)
-        with pytest.raises(QueueFull):
-            await agents.ask(waiting, late.model_copy(update={"step": 3}), payload)
-        await agents.all(wire.Unload(holder=HOLDER, epoch=2))
-        with pytest.raises(WorkerDied, match="stopped"):
-            await asyncio.wait_for(asked, 45)
-        with pytest.raises(StepFailed, match="not loaded"):
-            await agents.run(again, 30, feeds[0])
-
-    with_agents(pair, scenario)
+    # The death of a worker is reported to all waiting requests; the agent accepts the next plan.
+    asked = await agents.begin(waiting, late.model_copy(update={"step": 23, "timeout_seconds": 60.0}), payload)
+    worker_of(pair, "ab"[waiting]).send_signal(signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="SIGKILL"):
+        await asyncio.wait_for(asked, 45)
+    again = plan.with_epoch(2)
+    await agents.deploy(model, again, max_in_flight=1)
+    assert (await agents.run(again, 1, feeds[0])).keys() == reference(model, feeds[0]).keys()
+    late = late.model_copy(update={"epoch": 2, "step": 2, "timeout_seconds": 60.0})
+    asked = await agents.begin(waiting, late, payload)
+    with pytest.raises(QueueFull):
+        await agents.ask(waiting, late.model_copy(update={"step": 3}), payload)
+    await agents.all(wire.Unload(holder=HOLDER, epoch=2))
+    with pytest.raises(WorkerDied, match="stopped"):
+        await asyncio.wait_for(asked, 45)
+    with pytest.raises(StepFailed, match="not loaded"):
+        await agents.run(again, 30, feeds[0])
 
 
-def test_agent_profiles_a_graph_and_reports_unsupported_ones(pair: TestHome) -> None:
+async def test_agent_profiles_a_graph_and_reports_unsupported_ones(pair: TestHome, agents: Agents) -> None:
     data = random_model(random.Random(5), 12).SerializeToString()
-
-    async def scenario(agents: Agents) -> None:
-        half = len(data) // 2
-        request = wire.Profile(subject=wire.OperatorsOf(), timeout_seconds=60.0)
-        profiled = (await agents.ask(0, request, [data[:half], data[half:]])).message
-        assert isinstance(profiled, wire.Profiled)
-        assert isinstance(profiled.result, wire.GraphProfile)
-        assert profiled.result.run_seconds > 0
-        assert profiled.result.kernels
-        for payload, error in (([], BadRequest), ([b"\x07\x07"], BadPlan)):
-            with pytest.raises(HearthError) as told:
-                await agents.ask(0, request, payload)
-            assert type(told.value) is error
-
-    with_agents(pair, scenario)
+    half = len(data) // 2
+    request = wire.Profile(subject=wire.OperatorsOf(), timeout_seconds=60.0)
+    profiled = (await agents.ask(0, request, [data[:half], data[half:]])).message
+    assert isinstance(profiled, wire.Profiled)
+    assert isinstance(profiled.result, wire.GraphProfile)
+    assert profiled.result.run_seconds > 0
+    assert profiled.result.kernels
+    for payload, error in (([], BadRequest), ([b"\x07\x07"], BadPlan)):
+        with pytest.raises(HearthError) as told:
+            await agents.ask(0, request, payload)
+        assert type(told.value) is error
     assert not list((pair.folder / "a" / "store").glob("profile-*"))
 
 
-def test_agent_has_a_worker_per_deployment_and_one_lease(pair: TestHome) -> None:
+async def test_agent_has_a_worker_per_deployment_and_one_lease(pair: TestHome) -> None:
     rng = random.Random(3)
     model = random_model(rng, 20)
     feeds = {"x": random_array(1), "z": random_array(100)}
     plan = random_cut(model, rng, 6, 2)
     expected = reference(model, feeds)
-
-    async def scenario() -> None:
-        async with Agents.of(pair, ("a", "b"), "one") as one, Agents.of(pair, ("a", "b"), "two") as two:
-            await one.deploy(model, plan)
-            await two.deploy(model, plan)  # the same epoch: each deployment counts its own
-            for agents, step in ((one, 1), (two, 1), (one, 2)):
-                found = await agents.run(plan, step, feeds)
-                assert all(np.allclose(found[name], expected[name], rtol=1e-4, atol=1e-4) for name in expected)
-            state = (await one.ask(0, wire.Heartbeat(holder=HOLDER))).message
-            assert isinstance(state, wire.AgentState)
-            assert {"one": "ready", "two": "ready"}.items() <= {w.deployment: w.state for w in state.workers}.items()
-            await one.all(wire.Unload(**one.command, epoch=plan.epoch))
-            with pytest.raises(StepFailed, match="not loaded"):
-                await one.run(plan, 3, feeds)
-            assert (await two.run(plan, 2, feeds)).keys() == expected.keys()
-            renewal = wire.AcquireLease(holder=HOLDER, holder_name=HOLDER, seconds=60.0, adopt={"two": plan.epoch})
-            granted = (await two.ask(0, renewal)).message
-            assert isinstance(granted, wire.LeaseGranted)
-            assert [(each.deployment, each.rank, each.last_step) for each in granted.workers] == [("two", 0, 2)]
-            await two.all(wire.ReleaseLease(holder=HOLDER))
-            with pytest.raises(LeaseLost):
-                await two.run(plan, 3, feeds)
-
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+    async with Agents.of(pair, ("a", "b"), "one") as one, Agents.of(pair, ("a", "b"), "two") as two:
+        await one.deploy(model, plan)
+        await two.deploy(model, plan)  # the same epoch: each deployment counts its own
+        for agents, step in ((one, 1), (two, 1), (one, 2)):
+            found = await agents.run(plan, step, feeds)
+            assert all(np.allclose(found[name], expected[name], rtol=1e-4, atol=1e-4) for name in expected)
+        state = (await one.ask(0, wire.Heartbeat(holder=HOLDER))).message
+        assert isinstance(state, wire.AgentState)
+        assert {"one": "ready", "two": "ready"}.items() <= {w.deployment: w.state for w in state.workers}.items()
+        await one.all(wire.Unload(**one.command, epoch=plan.epoch))
+        with pytest.raises(StepFailed, match="not loaded"):
+            await one.run(plan, 3, feeds)
+        assert (await two.run(plan, 2, feeds)).keys() == expected.keys()
+        renewal = wire.AcquireLease(holder=HOLDER, holder_name=HOLDER, seconds=60.0, adopt={"two": plan.epoch})
+        granted = (await two.ask(0, renewal)).message
+        assert isinstance(granted, wire.LeaseGranted)
+        assert [(each.deployment, each.rank, each.last_step) for each in granted.workers] == [("two", 0, 2)]
+        await two.all(wire.ReleaseLease(holder=HOLDER))
+        with pytest.raises(LeaseLost):
+            await two.run(plan, 3, feeds)
 
 
 # ---- served in segments --------------------------------------------------------------------------------------------------

@@ -24,8 +24,8 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "short_lived.py"
 
 
-def run(seconds: float = 60.0, **options: object) -> ChildResult:
-    return asyncio.run(run_module("short_lived", b"1 2 3\n", seconds, **options))  # type: ignore[arg-type]
+def run(**options: object) -> ChildResult:
+    return asyncio.run(run_module("short_lived", b"1 2 3\n", 60.0, **options))  # type: ignore[arg-type]
 
 
 def test_input_output_and_log_lines_are_passed(module: Path) -> None:
@@ -45,21 +45,17 @@ def test_exit_code_signal_and_last_lines_are_reported(module: Path) -> None:
     assert (ended.code, ended.stderr_tail[-1]) == (1, "ValueError: no input")
 
 
-def test_child_is_killed_on_timeout_and_cancellation(module: Path) -> None:
+async def test_child_is_killed_on_timeout_and_cancellation(module: Path) -> None:
     module.write_text("import time; time.sleep(600)")
     with pytest.raises(asyncio.TimeoutError):
-        run(seconds=0.2)
+        await run_module("short_lived", b"", 0.2)
     module.write_text("import sys, time; print('here', file=sys.stderr, flush=True); time.sleep(600)")
-
-    async def cancel() -> None:
-        arrived = asyncio.Event()
-        running = asyncio.ensure_future(run_module("short_lived", b"", 60.0, lambda line: arrived.set()))
-        await asyncio.wait_for(arrived.wait(), 60.0)
-        running.cancel()
-        await asyncio.wait({running})
-        assert running.cancelled()
-
-    asyncio.run(cancel())
+    arrived = asyncio.Event()
+    running = asyncio.ensure_future(run_module("short_lived", b"", 60.0, lambda line: arrived.set()))
+    await asyncio.wait_for(arrived.wait(), 60.0)
+    running.cancel()
+    await asyncio.wait({running})
+    assert running.cancelled()
     assert not [child for child in psutil.Process().children() if "short_lived" in child.cmdline()]
 
 
@@ -108,17 +104,14 @@ async def start_spare() -> Child:
     return spare
 
 
-def test_spare_child_imports_with_low_priority_and_runs_its_task_with_normal_priority(module: Path) -> None:
+async def test_spare_child_imports_with_low_priority_and_runs_its_task_with_normal_priority(module: Path) -> None:
     module.write_text(
         "import os\nimporting = os.getpriority(os.PRIO_PROCESS, 0)\n"
         "def main(task): print(task.decode(), importing, os.getpriority(os.PRIO_PROCESS, 0))\n"
     )
-
-    async def main() -> ChildResult:
-        return await (await start_spare()).run(b"task", 60.0, lambda line: None)
-
+    ended = await (await start_spare()).run(b"task", 60.0, lambda line: None)
     now = os.getpriority(os.PRIO_PROCESS, 0)
-    assert asyncio.run(main()).output.decode().split() == ["task", str(max(10, now)), str(now)]
+    assert ended.output.decode().split() == ["task", str(max(10, now)), str(now)]
 
 
 async def test_spare_child_is_killed_on_cancellation_and_ends_without_a_task(module: Path) -> None:

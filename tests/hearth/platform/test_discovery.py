@@ -118,7 +118,7 @@ def test_no_network_is_an_oserror_with_its_reason(monkeypatch: pytest.MonkeyPatc
         asyncio.run(Browser(AGENT_SERVICE, lambda service: None).start())
 
 
-def test_addresses_that_could_not_be_advertised_are_advertised_later(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_addresses_that_could_not_be_advertised_are_advertised_later(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "_ADDRESS_POLL_SECONDS", 0.01)
     published: list[list[str]] = []
     failures: list[Exception] = [OSError("the interface is gone"), BadSetting(setting="x", reason="y"), RuntimeError()]
@@ -130,15 +130,11 @@ def test_addresses_that_could_not_be_advertised_are_advertised_later(monkeypatch
         self._addresses = interfaces
         published.append(interfaces)
 
-    async def scenario() -> None:
-        addresses = ["127.0.0.1"]
-        async with advertised(AGENT_SERVICE, 4714, "d" * 16, "90abcdef", lambda: list(addresses)):
-            addresses[:] = ["10.0.0.2"]
-            while len(published) < 2:
-                await asyncio.sleep(0.01)
-
     monkeypatch.setattr(discovery._Record, "publish", publish)
-    asyncio.run(asyncio.wait_for(scenario(), 20))
+    addresses = ["127.0.0.1"]
+    async with advertised(AGENT_SERVICE, 4714, "d" * 16, "90abcdef", lambda: list(addresses)):
+        addresses[:] = ["10.0.0.2"]
+        await until("the other address", lambda: len(published) == 2, 20)
     assert published == [["127.0.0.1"], ["10.0.0.2"]]
 
 
@@ -154,8 +150,7 @@ async def test_browser_opens_new_sockets_when_an_address_appears(monkeypatch: py
         await asyncio.sleep(0.2)
         assert browser._zeroconf is first
         addresses.append("127.0.0.2")
-        while browser._zeroconf in (first, None):
-            await asyncio.sleep(0.01)
+        await until("new sockets", lambda: browser._zeroconf not in (first, None))
     finally:
         await browser.stop()
 

@@ -90,6 +90,11 @@ class Home:
         name = f"{self.epoch} {stream} {first_index}"
         return hashlib.sha256(name.encode()).digest()[:8]
 
+    def begin(self, sampling: wire.Sampling) -> tuple[list[int], list[int]]:
+        """The whole answer, and as many of its tokens as arrive before the plan ends."""
+        whole, _ = self.generate(PROMPT, COUNT, sampling, stream="whole")
+        return whole, self.generate(PROMPT, COUNT, sampling, stop_after=BREAK)[0]
+
     def go_on(self, tokens: list[int], sampling: wire.Sampling, stream: str = "story") -> tuple[list[int], int]:
         """The rest of the answer, and the number of rows that were not computed again."""
         rest, end = self.generate(PROMPT + tokens, COUNT - len(tokens), sampling, len(tokens), stream=stream)
@@ -137,9 +142,8 @@ def test_stream_continues_with_its_kv_cache_after_a_loss(
 ) -> None:  # fmt: skip
     whole_prompts = {"prefill_rows": 512} if before == "sp" else {}
     home.deploy(NAMES[: len(split)], home.plan(before, split, **whole_prompts))
-    whole, _ = home.generate(PROMPT, COUNT, sampling, stream="whole")
+    whole, tokens = home.begin(sampling)
     assert len(whole) == COUNT
-    tokens, _ = home.generate(PROMPT, COUNT, sampling, stop_after=BREAK)
     names = [name for rank, name in enumerate(NAMES[: len(split)]) if rank != lost]
     if lost is not None:
         home.home.kill(NAMES[lost])
@@ -172,8 +176,7 @@ def test_stream_continues_on_cuda(
 def test_stream_continues_with_a_cache_in_another_format(home: Home, kind: KvFormat) -> None:
     home.spec = home.spec.model_copy(update={"kv_cache": kind})
     home.deploy(NAMES[:2], home.plan("hmp", (1, 1)))
-    whole, _ = home.generate(PROMPT, COUNT, GREEDY, stream="whole")
-    tokens, _ = home.generate(PROMPT, COUNT, GREEDY, stop_after=BREAK)
+    whole, tokens = home.begin(GREEDY)
     home.home.kill(NAMES[1])
     home.deploy(NAMES[:1], home.plan("local", (1,)))
     rest, num_kept = home.go_on(tokens, GREEDY)
@@ -194,8 +197,7 @@ def test_stream_is_replayed_where_no_copy_was_kept(home: Home) -> None:
 def test_second_loss_before_a_stream_continues(home: Home) -> None:
     """What is kept outlives a plan on which nothing ran, and copies of two neighbours are enough for two losses."""
     home.deploy(NAMES, home.plan("hmp", (1, 1, 1, 1)))
-    whole, _ = home.generate(PROMPT, COUNT, SAMPLED, stream="whole")
-    tokens, _ = home.generate(PROMPT, COUNT, SAMPLED, stop_after=BREAK)
+    whole, tokens = home.begin(SAMPLED)
     home.home.kill(NAMES[0])
     home.deploy(NAMES[1:], home.plan("hmp", (1, 1, 1)))
     home.home.kill(NAMES[2])
@@ -208,8 +210,7 @@ def test_second_loss_before_a_stream_continues(home: Home) -> None:
 def test_cancelled_stream_continues_in_the_next_plan(home: Home) -> None:
     """The coordinator cancels the streams when it replaces a plan, although all devices are there."""
     home.deploy(NAMES[:2], home.plan("hmp", (1, 1), kv_copies=False))
-    whole, _ = home.generate(PROMPT, COUNT, GREEDY, stream="whole")
-    tokens, _ = home.generate(PROMPT, COUNT, GREEDY, stop_after=BREAK)
+    whole, tokens = home.begin(GREEDY)
     home.cancel()
     home.generate(PROMPT[:5], 2, GREEDY, stream="")  # further steps
     home.deploy(NAMES[:3], home.plan("hmp", (1, 1, 1)))
@@ -233,8 +234,7 @@ def test_only_equal_tokens_are_taken_over(home: Home) -> None:
 
 def test_what_has_no_room_is_dropped_and_replayed(home: Home) -> None:
     home.deploy(NAMES[:2], home.plan("hmp", (1, 1)))
-    whole, _ = home.generate(PROMPT, COUNT, GREEDY, stream="whole")
-    tokens, _ = home.generate(PROMPT, COUNT, GREEDY, stop_after=BREAK)
+    whole, tokens = home.begin(GREEDY)
     home.deploy(NAMES[:2], home.plan("hmp", (1, 2), kv_tokens=len(PROMPT) + COUNT))
     rest, num_kept = home.go_on(tokens, GREEDY)
     assert tokens + rest == whole
