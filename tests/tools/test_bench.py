@@ -171,7 +171,7 @@ def test_config_file_is_a_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
     shape = shape_of_file(path)
-    assert (shape.num_layers, shape.depth(1), shape.depth(9)) == (2, 1, 2)
+    assert [shape.shortened(layers, 64)["num_hidden_layers"] for layers in (1, 9)] == [1, 2]
     path.write_text(json.dumps({"model_type": "bert", "num_hidden_layers": 2}))
     with pytest.raises(BadSetting, match="num_attention_heads is missing"):
         shape_of_file(path)
@@ -204,10 +204,6 @@ def row(seconds: float = 0.5, **changes: Any) -> Row:
 
 def strategies(**settings: Any) -> Strategies:
     return Strategies.model_validate({"name": "galaxy-c", "title": "a title", "strategies": ["hmp"], **settings})
-
-
-def test_row_round_trips_through_a_result_file() -> None:
-    assert Row.model_validate_json(row().model_dump_json()) == row()
 
 
 def test_table_numbers_notes_once_and_marks_wrong_rows() -> None:

@@ -40,12 +40,12 @@ def hub_scenario(num_devices: int, mbit: float, cpu_share: float | None = None) 
 
 
 @contextmanager
-def agents(scenario: Scenario, folder: Path, *options: str, tree: Path | None = None) -> Iterator[Testbed]:
+def agents(scenario: Scenario, folder: Path, *options: str) -> Iterator[Testbed]:
     """A testbed with an agent on every device except the coordinator's, until the end of the block or an interrupt.
 
     `options`: of `hearth-agent`. Raises BadSetting if the scenario cannot be emulated.
     """
-    with Testbed(scenario, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)), tree=tree) as testbed:
+    with Testbed(scenario, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder))) as testbed:
         for name in agent_names(testbed):
             testbed.start_agent(name, *options)
         yield testbed

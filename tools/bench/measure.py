@@ -59,7 +59,7 @@ class Setting:
     """What all rows of one table share. `mbit`: real link rate; None: the scenario's rates, scaled."""
 
     shape: Shape
-    num_layers: int | None
+    num_layers: int
     seq_len: int
     num_devices: int
     mbit: float | None
@@ -118,7 +118,7 @@ class Models:
         self._folder = folder
         self._made: dict[str, StoredModel] = {}
 
-    def get(self, shape: Shape, num_layers: int | None, seq_len: int) -> StoredModel:
+    def get(self, shape: Shape, num_layers: int, seq_len: int) -> StoredModel:
         config = shape.shortened(num_layers, seq_len)
         key = json.dumps(config, sort_keys=True)  # equal for configurations with equal checkpoints
         if key not in self._made:

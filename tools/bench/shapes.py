@@ -27,15 +27,12 @@ class Shape:
         """Depth of the whole model."""
         return int(self.config[self._fields["num_layers"]])
 
-    def shortened(self, num_layers: int | None, num_positions: int) -> dict[str, Any]:
-        """The configuration with fewer layers. Raises BadSetting if the model does not support sequences this long."""
+    def shortened(self, num_layers: int, num_positions: int) -> dict[str, Any]:
+        """The configuration with at most `num_layers`. Raises BadSetting if the model does not support sequences this long."""
         longest = int(self.config[self._fields["max_positions"]])
         if num_positions > longest:
             raise BadSetting(setting="seq_lens", reason=f"{self.name} takes at most {longest} tokens")
-        return {**self.config, self._fields["num_layers"]: self.depth(num_layers)}
-
-    def depth(self, num_layers: int | None) -> int:
-        return min(num_layers or self.num_layers, self.num_layers)
+        return {**self.config, self._fields["num_layers"]: min(num_layers, self.num_layers)}
 
     @property
     def _fields(self) -> Mapping[str, str]:
