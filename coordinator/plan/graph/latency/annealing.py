@@ -8,14 +8,11 @@ its evaluation starts at the first operator that changes, and stops where it mus
 from __future__ import annotations
 
 from bisect import bisect
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from math import inf, log
 from random import Random
 from typing import NamedTuple, TypeVar
-
-from ortools.graph.python import linear_sum_assignment
 
 from coordinator.plan.graph.latency.doppler.features import mean_operator_seconds
 from coordinator.plan.graph.latency.evaluator import IncrementalEvaluator, named, numbered
@@ -39,8 +36,6 @@ _ABSENT = -1  # position of a transfer that the order does not list
 _PROPOSED_SHARE = 0.5  # of devices that are drawn from the given probabilities; the others are uniform
 # How often each move is drawn, relative to the others.
 _ONE, _WITH_NEIGHBOUR, _SWAP, _REORDER = 3, 2, 1, 6
-_GROUP_SHARE = 0.01  # of moves permute a group: they cost as much as ten others
-_COST_STEPS = 1_000_000  # the assignment problem of a group has integer costs
 T = TypeVar("T")
 
 
@@ -154,7 +149,6 @@ class MoveGenerator:
             before + after for before, after in zip(problem.predecessors, problem.successors, strict=True)
         ]
         self._cumulative = [list(accumulate(row)) for row in probabilities or ()]
-        self._groups = [each for each in problem.groups if len(each) > 1] or interchangeable_operators(problem)
         self._kinds: list[Callable[[], Move | None]] = [
             *[self._move_one] * _ONE,
             *[self._move_with_neighbour] * _WITH_NEIGHBOUR,
@@ -164,8 +158,6 @@ class MoveGenerator:
 
     def draw(self) -> Move | None:
         """A random move; None if the one that was drawn changes nothing."""
-        if self._groups and self._random() < _GROUP_SHARE:
-            return self._permute_group()
         return self._choice(self._kinds)()
 
     def accept(self, assignment: list[int], move: Move) -> None:
@@ -269,34 +261,6 @@ class MoveGenerator:
         flows, assignment = self._problem.flows, self.assignment
         return assignment[flows[ours[0]].source] == assignment[flows[theirs[0]].source]
 
-    def _permute_group(self) -> Move | None:
-        """Permute the devices of a group: the least transfer time to and from all others, with random noise."""
-        group = self._choice(self._groups)
-        devices = [self.assignment[operator] for operator in group]
-        noise = self._random()
-        costs = [
-            [self._transfer_seconds(operator, device) * (1.0 + noise * self._random()) for device in devices]
-            for operator in group
-        ]
-        scale = _COST_STEPS / (max(map(max, costs)) or 1.0)
-        solver = linear_sum_assignment.SimpleLinearSumAssignment()
-        for left, row in enumerate(costs):
-            for right, cost in enumerate(row):
-                solver.add_arc_with_cost(left, right, int(cost * scale))
-        solver.solve()
-        return self._placed(group, [devices[solver.right_mate(left)] for left in range(len(group))])
-
-    def _transfer_seconds(self, operator: int, device: int) -> float:
-        """Seconds of all transfers to and from the operator if it runs on this device."""
-        problem, assignment, seconds = self._problem, self.assignment, 0.0
-        for index in problem.incoming[operator]:
-            flow = problem.flows[index]
-            seconds += flow.seconds[assignment[flow.source]][device]
-        for index in problem.outgoing[operator]:
-            flow = problem.flows[index]
-            seconds += sum(flow.seconds[device][there] for there in {assignment[target] for target in flow.targets})
-        return seconds
-
     def _placed(self, operators: Sequence[int], devices: Sequence[int]) -> Move | None:
         changes = {
             operator: device
@@ -351,13 +315,3 @@ class MoveGenerator:
                 order.insert(there, item)
                 first = min(first, there)
         return move._replace(order=order if order is not self.order else None, first=first, removed=removed)
-
-
-def interchangeable_operators(problem: PlacementProblem) -> list[tuple[int, ...]]:
-    """Groups of at least two operators with equal times, as many operators after the graph's inputs: tiles of one operator."""
-    depth = [0] * problem.num_operators
-    groups: dict[tuple[int, tuple[float, ...]], list[int]] = defaultdict(list)
-    for operator in range(problem.num_operators):
-        depth[operator] = 1 + max((depth[before] for before in problem.predecessors[operator]), default=0)
-        groups[depth[operator], problem.seconds[operator]].append(operator)
-    return [tuple(group) for group in groups.values() if len(group) > 1]
