@@ -64,7 +64,7 @@ class Resources:
         self._loads_at_plan: dict[tuple[str, str], float] = {}  # of the other deployments, when this one was planned
 
     def take(self, name: str, plans: Iterable[Plan]) -> None:
-        """Record the plans that a deployment has now: the one that runs, and the one that replaces it."""
+        """Record the plans that a deployment has now: the one that runs, and the one that replaces it; or none."""
         devices = [device for plan in plans for device in plan.devices]
         planned = {each.device_id: 0 for each in devices}
         for each in devices:
@@ -73,10 +73,6 @@ class Resources:
             self._planned[name] = planned
             for device_id in planned:
                 self._loads_at_plan[name, device_id] = self._load_of_others(name, device_id)
-
-    def release(self, name: str) -> None:
-        """A deployment has no workers any more."""
-        self._planned.pop(name, None)
 
     def by_others(self, name: str) -> TakenByOthers:
         """What the other deployments take of devices and links, whenever it is asked for."""

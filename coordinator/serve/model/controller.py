@@ -389,7 +389,7 @@ class Controller:
         self.deployment, self._retired = None, []
         await asyncio.gather(*map(self._unload, running))
         if self.lifecycle.plan is None:
-            self._services.resources.release(self.name)
+            self._services.resources.take(self.name, ())
 
     async def _unload(self, deployment: Deployment) -> None:
         """Stop the workers of a deployment; an agent that is away stops its own when it grants its lease again."""

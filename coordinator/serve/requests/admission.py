@@ -140,7 +140,7 @@ class Admission(Generic[_D]):
     async def exclusively(self) -> AsyncIterator[None]:
         """Hold the deployment exclusively: wait for running requests and admit no others meanwhile."""
         self._last_number += 1
-        place = Place(self._last_number, self._turns.last(), maintenance=True)
+        place = Place(self._last_number, self._turns.latest, maintenance=True)
         await self._wait_for_slot(place, None)
         self._maintains = True
         try:
@@ -218,19 +218,15 @@ class Turns:
 
     def __init__(self) -> None:
         self._served = 0  # the latest turn that was served
-        self._latest = 0  # that was given out
+        self.latest = 0  # that was given out
         self._latest_of: dict[str, int] = {}
 
     def next(self, key: str) -> int:
         """The turn of a new request of this key."""
         turn = max(self._served, self._latest_of.get(key, -1) + 1)
         self._latest_of[key] = turn
-        self._latest = max(self._latest, turn)
+        self.latest = max(self.latest, turn)
         return turn
-
-    def last(self) -> int:
-        """A turn behind all that were given out so far."""
-        return self._latest
 
     def serve(self, turn: int) -> None:
         """A request with this turn is served."""

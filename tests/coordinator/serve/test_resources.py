@@ -43,7 +43,7 @@ def test_memory_of_other_plans_is_not_there() -> None:
     # The budget is free memory: half of the plan is gone from it already.
     free = device_with(3 * BYTES, chat=BYTES // 2)
     assert left_bytes(free, resources.by_others("detector")) == 3 * BYTES - (BYTES - BYTES // 2)
-    resources.release("chat")
+    resources.take("chat", ())
     assert left_bytes(limited, resources.by_others("detector")) == 3 * BYTES
 
 

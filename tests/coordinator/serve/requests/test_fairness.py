@@ -16,7 +16,7 @@ def test_newcomer_waits_for_one_request_of_a_key_that_sent_many() -> None:
     many = [turns.next("greedy") for _ in range(64)]
     turns.serve(many[9])
     assert turns.next("other") == many[9]
-    assert turns.last() == many[-1]
+    assert turns.latest == many[-1]
 
 
 def test_key_that_was_idle_gains_nothing_for_it() -> None:
