@@ -133,12 +133,16 @@ class RuntimeHome:
             kept = {"caches": self.kept, "prefixes": self.prefixes}
             process.connect(wire.ConnectPeers(holder="test", epoch=plan.epoch, peers=peers, **kept))
 
+    def begin(self, prompt: Sequence[int], max_tokens: int, request_id: bytes, **fields: Any) -> Callable[[], Answer]:
+        """Ask rank 0 to generate; the returned function waits for the next message of the answer."""
+        request = wire.GenerateTokens(holder="test", epoch=self.plan.epoch, max_tokens=max_tokens, **fields)
+        return self.ranks[0].begin(request_id, request, list(pack_array(np.asarray(prompt, np.int32))))
+
     def generate(
         self, prompt: Sequence[int], max_tokens: int, request_id: bytes, stop_after: int | None = None, **fields: Any
     ) -> tuple[list[int], wire.GenerationEnded | None]:
         """The tokens of an answer, and how it ended. After `stop_after` tokens, it is left alone."""
-        request = wire.GenerateTokens(holder="test", epoch=self.plan.epoch, max_tokens=max_tokens, **fields)
-        answer = self.ranks[0].begin(request_id, request, list(pack_array(np.asarray(prompt, np.int32))))
+        answer = self.begin(prompt, max_tokens, request_id, **fields)
         tokens: list[int] = []
         while stop_after is None or len(tokens) < stop_after:
             message, _ = answer()

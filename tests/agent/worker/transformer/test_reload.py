@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import pytest
 from support.cases import mostly_slow
 from support.models import endless_decoder, save_random_model, small_bert, small_decoder
 from support.plans import make_plan
-from support.waiting import wait_for
 
 from agent.daemon.store import ShardStore
 from agent.worker.runtime import LoadGivenUp
@@ -238,11 +236,10 @@ def test_answers_of_a_plan_that_ends_are_failures_for_all_waiting_requests(tmp_p
     model_dir = save_random_model(tmp_path / "model", small_decoder("llama"), generates=True)
     deployed = Deployed(model_dir, tmp_path)
     spec = read_spec(model_dir)
-    with closing(deployed.home), ThreadPoolExecutor(3) as pool:
+    with closing(deployed.home):
         deployed.deploy(make_plan(spec, "hmp", (1, 1)), NAMES[:2])
-        requests = [pool.submit(deployed.home.generate, PROMPT, 200, bytes([number])) for number in range(3)]
-        wait_for("all requests", lambda: len(deployed.home.ranks[0]._answers) == 3)
+        answers = [deployed.home.begin(PROMPT, 200, bytes([number])) for number in range(3)]
         deployed.home.ranks[0].end()
-        for answer in requests:
+        for next_message in answers:
             with pytest.raises(StepFailed, match="unloaded"):
-                answer.result()
+                list(iter(next_message, None))  # reads to the end
