@@ -40,12 +40,13 @@ def hub_scenario(num_devices: int, mbit: float, cpu_share: float | None = None) 
 
 
 @contextmanager
-def agents(scenario: Scenario, folder: Path, *options: str) -> Iterator[Testbed]:
+def agents(scenario: Scenario, folder: Path, *options: str, tree: Path | None = None) -> Iterator[Testbed]:
     """A testbed with an agent on every device except the coordinator's, until the end of the block or an interrupt.
 
-    `options`: of `hearth-agent`. Raises BadSetting if the scenario cannot be emulated.
+    `options`: of `hearth-agent`. `tree`: the checkout whose programs run, by default this one. Raises BadSetting if the
+    scenario cannot be emulated.
     """
-    with Testbed(scenario, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder))) as testbed:
+    with Testbed(scenario, Path(tempfile.mkdtemp(prefix="testbed-", dir=folder)), tree=tree) as testbed:
         for name in agent_names(testbed):
             testbed.start_agent(name, *options)
         yield testbed

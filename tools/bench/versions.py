@@ -2,40 +2,49 @@
 
 Each side runs the programs of its checkout on its own testbed, with the same devices, cores, quotas and link rates. Both
 sides stay loaded, and one works at a time in the order A B B A A B B A, so that background load affects both. Both sides
-are controlled through interfaces that the versions share: the `hearth` command and the JSON requests of
-`tools.bench.runner`. Both run the same plan, made by the old checkout; the new one must read the old format.
+are controlled through interfaces that the versions share: the `hearth` command, the JSON requests of `tools.bench.runner`,
+and files. Both run the same plan, made by the old checkout; the new one must read the old format.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from pydantic import Field, TypeAdapter
 
-from hearth.plan.plan import TransformerPlan, plan_from_json
+from coordinator.plan.graph.predict import requests_in_flight
+from hearth.errors import InternalError
+from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.generation import LLAMA
-from tools.bench.homes import checkout, decoder_directory
+from tools.bench.homes import agent_names, agents, checkout, decoder_directory, hub_scenario, on_quietest_core
 from tools.bench.load import interleaved
 from tools.bench.measure import Models, emulated
 from tools.bench.profiles import Profiles, Report
 from tools.bench.results import Record, Summary, Table
 from tools.bench.shapes import find_shape
 from tools.bench.stats import Ratio, paired_ratio
+from tools.graph_models import build, export
 from tools.testbed import Testbed, load_scenario
+from tools.testbed.cluster import wait_until
 
 MOST_RATIO = 1.02  # new / old seconds; its confidence interval must also reach 1.00 or below
 _LAYERS, _ROWS = 4, 284  # of BERT-Large
 _STEPS = 3  # per round, of which the median counts
 _PROMPT, _TOKENS = 256, 64  # tokens of a generation request
+_PIPELINE_DEVICES, _PIPELINE_CORES, _PIPELINE_MBIT = 3, 0.45, 60.0  # number, CPU share and link rate of the devices
+_LOAD_SECONDS = 8.0  # at full load, after half as long with one request at a time
+_READY_SECONDS = 240.0  # for the coordinator to serve
 
 
 class Round(NamedTuple):
@@ -60,8 +69,9 @@ class Steps:
     generates: bool = False  # generate with a Llama with int8 weights instead of running BERT-Large
 
 
-Case = Literal["galaxy-a", "galaxy-c", "slow-hmp", "slow-auto", "generate-local", "generate-hmp"]
-STEPS: dict[Case, Steps] = {
+PIPELINE = "resnet50"
+Case = Literal["galaxy-a", "galaxy-c", "slow-hmp", "slow-auto", "generate-local", "generate-hmp", "resnet50"]
+STEPS: dict[str, Steps] = {
     "galaxy-a": Steps("galaxy-a", "hmp"),
     "galaxy-c": Steps("galaxy-c", "hmp"),
     "slow-hmp": Steps("galaxy-c", "hmp", 60.0),
@@ -104,7 +114,8 @@ class Versions(Experiment):
         for name in self.cases:
             at = context.folder / name
             at.mkdir()
-            with steps(name, trees, at, context.report) as works:
+            make = steps if name in STEPS else pipeline
+            with make(name, trees, at, context.report) as works:
                 yield from compare(name, works, self.rounds, context.report)
 
     def summary(self, rows: Sequence[VersionsRow]) -> Summary:
@@ -143,7 +154,7 @@ def compare(name: str, sides: Sides, rounds: int, report: Report) -> Iterator[Ve
 
 
 @contextmanager
-def steps(name: Case, trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
+def steps(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
     """Rounds of transformer steps or generations, alternating between both checkouts."""
     case = STEPS[name]
     scenario = load_scenario(case.scenario)
@@ -200,3 +211,56 @@ def _work(case: Steps, name: str, vocab_size: int, runners: EngineRunners) -> Wo
         return Round({"prefill": found["prefill"], "decode": found["decode"]}, found["tokens"])
 
     return answer if case.generates else step
+
+
+@contextmanager
+def pipeline(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sides]:
+    """Rounds of requests through a full graph pipeline, alternating between both checkouts."""
+    scenario = hub_scenario(_PIPELINE_DEVICES, _PIPELINE_MBIT, _PIPELINE_CORES)
+    report(f"{PIPELINE}: making the model and the testbeds")
+    model = export(build(PIPELINE), folder / f"{PIPELINE}.onnx")
+    with ExitStack() as stack:
+        homes = [stack.enter_context(agents(scenario, folder, tree=tree)) for tree in trees]
+        stack.enter_context(on_quietest_core(scenario))
+        objective = ("--objective", "throughput", "--strategy", "pipeline-exact")
+        report(f"{PIPELINE}: planning and loading")
+        text = _serve(homes, model, objective, ("--time-limit", "10"))
+        at_once = requests_in_flight(plan_from_json(text, GraphPlan).body.segments)
+        for home in homes:
+            wait_until("serving", partial(_is_ready, home), _READY_SECONDS)
+        yield partial(_load, homes[0], at_once), partial(_load, homes[1], at_once)
+
+
+def _serve(homes: Sequence[Testbed], model: Path, options: Sequence[str], plan_options: Sequence[str] = ()) -> str:
+    """Start coordinators that serve the same plan, made by the first home. Returns the plan file of that one."""
+    devices = agent_names(homes[0])
+    addresses = ",".join(map(homes[0].address, devices))
+    text = homes[0].plan(str(model), *options, *plan_options, "--devices", addresses)
+    for home in homes:
+        own = text
+        for device in devices:
+            own = own.replace(_device_id(homes[0], device), _device_id(home, device))
+        path = home.folder / "served-plan.json"
+        path.write_text(own)
+        home.start_coordinator(str(model), *options, "--plan", str(path), "--min-devices", str(len(devices)))
+    return text
+
+
+def _device_id(home: Testbed, name: str) -> str:
+    return str(json.loads((home.folder / name / "state" / "identity.json").read_text())["device_id"])
+
+
+def _is_ready(home: Testbed) -> bool:
+    try:
+        home.hearth("bench-model", "--seconds", "0.5", "--json")
+    except InternalError:
+        return False
+    return True
+
+
+def _load(home: Testbed, at_once: int) -> Round:
+    options = ("--concurrency", str(at_once), "--seconds", str(_LOAD_SECONDS), "--json")
+    found = json.loads(home.hearth("bench-model", *options))
+    if failed := found["alone"]["errors"] or found["load"]["errors"]:
+        raise InternalError(where=f"the load of {PIPELINE}", reason=str(failed))
+    return Round({"latency": found["alone"]["p50_seconds"], "answer": 1 / found["load"]["per_second"]})
