@@ -24,6 +24,8 @@ from hearth.platform.security import load_credential
 
 _ARGUMENTS_HAVE_HELP = Version(version("typer")) >= Version("0.26")  # as an attribute; before, only as text
 
+WITH_PLAN = ("--plan", "PLAN", "--state-dir", "STATE", "--port", "0")  # with a port that no other program has
+
 runner = CliRunner()
 
 
@@ -105,8 +107,8 @@ def test_keys_are_created_shown_exported_and_rotated(tmp_path: Path) -> None:
         (("serve", "MODEL", "--strategy", "moirai"), 2, "'moirai' is none of auto, local"),
         (("serve", "GRAPH", "--strategy", "hmp"), 2, "'hmp' is none of auto, moirai"),
         (("serve", "MODEL", "--key", "KEY", "--plan", "no-plan.json"), 2, "no-plan.json cannot be read"),
-        (("serve", "MODEL", "--plan", "PLAN", "--state-dir", "STATE"), 2, "it was made for the model bert-large"),
-        (("serve", "GRAPH", "--plan", "PLAN", "--state-dir", "STATE"), 2, "it is for a transformer, and"),
+        (("serve", "MODEL", *WITH_PLAN), 2, "it was made for the model bert-large"),
+        (("serve", "GRAPH", *WITH_PLAN), 2, "it is for a transformer, and"),
     ],
 )
 def test_invalid_input_is_reported_in_one_line(
