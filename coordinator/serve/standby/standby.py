@@ -205,9 +205,10 @@ class Standby:
                     await client.hello(wire.CoordinatorWelcome, timeout_seconds=_CONNECT_SECONDS)
                     answering.append(client)
                     return client
+                except (Unreachable, ConnectionLost):
+                    return None
                 except HearthError as error:
-                    if not isinstance(error, Unreachable | ConnectionLost):
-                        log.warning("the coordinator at %s: %s", endpoint, error)
+                    log.warning("the coordinator at %s: %s", endpoint, error)
                     return None
                 finally:
                     if client not in answering:
