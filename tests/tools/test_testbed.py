@@ -307,20 +307,24 @@ def test_commands_start_and_stop_a_home(scenario_file: Path) -> None:
     assert not Path(running.folder).exists()
 
 
-def test_ctrl_c_ends_a_command(scenario_file: Path) -> None:
+def test_ctrl_c_ends_all_processes_of_a_command(scenario_file: Path) -> None:
     cli("up", str(scenario_file), "--mbit", "80")
+    program = "sleep 600 & sleep 600"
     # SIG_DFL: if the tests run as a background job of a shell, SIGINT is ignored from the start.
     waiting = subprocess.Popen(
         [sys.executable, "-m", "tools.testbed", "run", "--scenario", "test-cli", "--device", "small", "--limited",
-         "sleep", "600"],
+         "sh", "-c", program],
         cwd=REPOSITORY, start_new_session=True, preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     (running,) = (running for running in running_testbeds() if running.scenario.name == "test-cli")
 
-    wait_for("the start of the command", lambda: "sleep" in names(running.slot))
+    def begun() -> bool:
+        return names(running.slot).count("sleep") == 2
+
+    wait_for("the start of the command", begun)
     os.killpg(waiting.pid, signal.SIGINT)  # as a terminal does
     assert waiting.wait(60) == 130
-    assert "sleep" not in names(running.slot)
+    assert not {"sleep", "sh"} & set(names(running.slot))
     assert names(running.slot) != []  # the agent
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import secrets
 import shutil
+import signal
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import psutil
 import typer
 from rich.table import Table
 
@@ -20,6 +24,8 @@ from tools.testbed.registry import Running, locked, running_testbeds
 from tools.testbed.scenario import SCENARIOS, load_scenario
 
 _FOLDER_PREFIX = "hearth-testbed-"
+_MARK = "HEARTH_TESTBED_RUN"  # environment variable that marks the command and its descendants
+_GRACE_SECONDS = 2.0  # that the processes get to end after each signal
 _COMMAND = "python -m tools.testbed"
 
 _WHICH = "Scenario of the testbed, if several are running."
@@ -107,10 +113,7 @@ def run(
 ) -> None:
     """Run a command on a device. There, `hearth` finds the key, the coordinator and the agents."""
     testbed = _attached(scenario)
-    name = device or testbed.scenario.coordinator_device
-    with testbed.popen(name, *command, limited=limited, environment=testbed.environment()) as process:
-        status = process.wait()
-    raise typer.Exit(128 - status if status < 0 else status)
+    raise typer.Exit(_run_in_foreground(testbed, device or testbed.scenario.coordinator_device, command, limited))
 
 
 @app.command()
@@ -169,6 +172,40 @@ def down(
         if folder.name.startswith(_FOLDER_PREFIX):
             shutil.rmtree(folder, ignore_errors=True)
         out.print(f"{running.scenario.name} is down")
+
+
+def _run_in_foreground(testbed: Testbed, device: str, command: Sequence[str], limited: bool) -> int:
+    """Run a command; returns its exit status in the shell's convention. An interrupt ends all its processes.
+
+    Raises BadSetting if there is no such program.
+    """
+    environment = testbed.environment()
+    if shutil.which(command[0], path=environment["PATH"]) is None:
+        raise BadSetting(setting="the command", reason=f"there is no program '{command[0]}'")
+    mark = secrets.token_hex(8)
+    handlers = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        process = testbed.popen(device, *command, limited=limited, environment={**environment, _MARK: mark})
+        status = process.wait()
+    except KeyboardInterrupt:
+        # Ctrl-C also reaches the command, so first wait for it to end by itself, then terminate, then kill it.
+        for number in (0, signal.SIGTERM, signal.SIGKILL):
+            if testbed.stop(
+                lambda: {pid for pid in testbed.pids(device) if _is_marked(pid, mark)}, number, _GRACE_SECONDS
+            ):
+                break
+        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return 128 - status if status < 0 else status
+
+
+def _is_marked(pid: int, mark: str) -> bool:
+    try:
+        return psutil.Process(pid).environ().get(_MARK) == mark
+    except psutil.Error:
+        return False
 
 
 def _attached(scenario: str | None) -> Testbed:

@@ -162,7 +162,7 @@ class Testbed:
         if self._slot is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self._stop(number)
+            self.stop(self._all_pids, number, _STOP_SECONDS)
         for process in self._processes:  # one that is ending has left its namespace already
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_SECONDS)
@@ -180,18 +180,24 @@ class Testbed:
         """Processes of all devices, and the relays in the switch's namespace."""
         return {*self.network.pids(SWITCH), *(pid for name in self._names for pid in self.pids(name))}
 
-    def _stop(self, number: int) -> None:
-        """Signal all processes, also those that start meanwhile, until none is left or some seconds have passed."""
-        deadline = time.monotonic() + _STOP_SECONDS
+    def stop(self, find: Callable[[], set[int]], number: int, seconds: float) -> bool:
+        """Signal all processes that `find` returns, also later ones; returns whether none is left within `seconds`.
+
+        Signal 0 only waits for their end.
+        """
+        deadline = time.monotonic() + seconds
         signalled: set[int] = set()
-        while (pids := self._all_pids()) and time.monotonic() < deadline:
+        while True:
+            for process in self._processes:
+                process.poll()  # reaps it
+            pids = find()
+            if not pids or time.monotonic() > deadline:
+                return not pids
             for pid in pids - signalled:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
             signalled |= pids
             time.sleep(0.02)
-            for process in self._processes:
-                process.poll()  # reaps it
 
     # ---- devices --------------------------------------------------------------------------------------------------
 
