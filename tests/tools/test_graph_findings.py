@@ -6,17 +6,24 @@ import pytest
 
 from tools.bench.graph_clients import interval_seconds
 from tools.bench.graph_home import Served
-from tools.bench.graphs import of_pipelines, of_placements, served_table
+from tools.bench.graphs import of_answers, of_pipelines, of_placements, served_table
 from tools.bench.results import all_hold
 
 
-def served(label: str, seconds: tuple[float, ...], predicted: float, devices: int = 1) -> Served:
+def served(
+    label: str,
+    seconds: tuple[float, ...],
+    predicted: float,
+    devices: int = 1,
+    wire: str = "exact",
+    difference: float = 0.0,
+) -> Served:
     return Served.model_validate(
         {
-            "label": label, "strategy": "moirai" if devices > 1 else "local", "wire": "exact", "mbit": 60.0,
+            "label": label, "strategy": "moirai" if devices > 1 else "local", "wire": wire, "mbit": 60.0,
             "devices": tuple(f"d{index}" for index in range(devices)), "segments": devices,
             "predicted_seconds": predicted, "stage_seconds": (predicted,) * devices,
-            "rounds": [{"seconds": each, "answers": 10} for each in seconds],
+            "rounds": [{"seconds": each, "answers": 10, "difference": difference} for each in seconds],
         }
     )  # fmt: skip
 
@@ -71,6 +78,17 @@ def test_predicted_single_device_must_be_chosen_and_faster() -> None:
     assert found[1].value == pytest.approx((1.3 + 1.5 / 1.1) / 2)
     assert not all_hold(of_placements([[*SLOW[:2], served("auto", (1.0, 1.0), 1.0, 2), forced], FAST]))
     assert not all_hold(of_placements([[*SLOW, served("forced", (0.9, 0.9), 1.25, 2)], FAST]))
+
+
+def test_both_outcomes_must_be_predicted_at_some_rate() -> None:
+    assert of_placements([FAST])[-1].measured == "none for one device"
+    assert of_placements([SLOW])[-1].holds is False
+
+
+def test_wrong_answers_are_reported() -> None:
+    assert all_hold(of_answers([served("one device", (1.0,), 1.0, difference=1e-6)]))
+    assert not all_hold(of_answers([served("one device", (1.0,), 1.0, difference=1e-2)]))
+    assert all_hold(of_answers([served("one device", (1.0,), 1.0, difference=1e-2, wire="int8")]))
 
 
 def test_table_has_a_row_for_each_plan() -> None:

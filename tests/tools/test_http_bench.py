@@ -19,11 +19,17 @@ def test_recorded_requests_begin_alike() -> None:
 def test_summaries_say_what_is_missed() -> None:
     overhead = make_experiment(read_settings("http-overhead"))
     row = OverheadRow(
-        http=(0.012,) * 200, direct=(0.008,) * 200, num_streams=32, tokens=(1000,), gateway_seconds=(0.4,)
+        http=(0.012,) * 200,
+        direct=(0.008,) * 200,
+        num_streams=32,
+        tokens=(1000,),
+        gateway_seconds=(0.4,),
+        out_of_order=0,
     )
     assert not overhead.summary([row]).failure
     assert overhead.summary([row.model_copy(update={"http": (0.014,) * 200})]).failure
     assert overhead.summary([row.model_copy(update={"gateway_seconds": (0.6,)})]).failure
+    assert overhead.summary([row.model_copy(update={"out_of_order": 1})]).failure
 
     turns = make_experiment(read_settings("http-turns"))
     turn = TurnRow(

@@ -20,26 +20,34 @@ from tools.bench.child import HomeClients, serve
 
 _ANSWER_SECONDS = 60.0  # timeout of a request
 
+_Arrays = dict[str, "np.ndarray[Any, Any]"]
+
 
 class GraphClients(HomeClients):
-    """Every request has the same inputs."""
+    """Every request has the same inputs; all answers are compared with the first one."""
+
+    def __init__(self, key: Path, address: str) -> None:
+        super().__init__(key, address)
+        self._reference: _Arrays = {}
 
     async def load(self, at_once: int, warm_up: int, seconds: float = 0.0, count: int = 1) -> dict[str, Any]:
         """Keep `at_once` requests running for `seconds`, and until `count` answers after the first `warm_up` ones.
 
         Of these answers, `seconds`: the median latency of requests one by one, or the interval between answers of several at
-        once. Raises the errors of the client library.
+        once; `difference`: the largest of all. Raises the errors of the client library.
         """
         loop = asyncio.get_running_loop()
         done: list[float] = []
         latencies: list[float] = []
+        differences: list[float] = []
 
-        async def ask(home: AsyncHome, inputs: dict[str, np.ndarray[Any, Any]]) -> None:
+        async def ask(home: AsyncHome, inputs: _Arrays) -> None:
             while len(done) < warm_up + count or loop.time() < done[warm_up] + seconds:
                 sent = loop.time()
-                await home.infer(inputs, _ANSWER_SECONDS)
+                outputs = await home.infer(inputs, _ANSWER_SECONDS)
                 done.append(loop.time())
                 latencies.append(done[-1] - sent)
+                differences.append(self._difference(outputs))
 
         async with await self.connected() as home:
             inputs = random_inputs((await home.model_info()).inputs)
@@ -47,7 +55,16 @@ class GraphClients(HomeClients):
         return {
             "seconds": statistics.median(latencies[warm_up:]) if at_once == 1 else interval_seconds(done[warm_up:]),
             "answers": len(done) - warm_up,
+            "difference": max(differences),
         }
+
+    def _difference(self, outputs: _Arrays) -> float:
+        """Largest difference from the reference answer, relative to the largest value of that output."""
+        self._reference = self._reference or outputs
+        return max(
+            float(np.abs(outputs[name] - expected).max() / max(float(np.abs(expected).max()), 1e-30))
+            for name, expected in self._reference.items()
+        )
 
 
 def interval_seconds(done: Sequence[float]) -> float:

@@ -33,6 +33,7 @@ class Round(Record):
 
     seconds: float  # per answer of a full pipeline (throughput), or of one request (latency)
     answers: int
+    difference: float = 0.0  # largest difference from the output of one device, relative to its largest value
 
 
 class Served(BaseModel):

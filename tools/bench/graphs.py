@@ -26,7 +26,7 @@ from hearth.platform.units import format_seconds
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.graph_home import GraphHome, Served
 from tools.bench.homes import agents, hub_scenario, on_quietest_core
-from tools.bench.results import COUNT, RATIO, Finding, Summary, Table, at_least, equal, summarise, within
+from tools.bench.results import COUNT, RATIO, Finding, Summary, Table, at_least, at_most, equal, summarise, within
 from tools.bench.stats import paired_ratio
 from tools.graph_models import build, export
 
@@ -34,6 +34,9 @@ PIPELINE = "pipeline-exact"
 TARGET_GAIN = 2.2  # inferences per second of three devices over one
 TARGET_ERROR = 0.15  # relative error of the predicted bottleneck
 NO_GAIN = 1.01  # below this gain the planner uses fewer devices
+# Largest accepted difference for each wire format, relative to the largest output value. `exact` allows for other kernels
+# and summation orders, not for a wrong tensor; the others for the rounding of their values.
+_TOLERANCE = {"exact": 1e-4, "fp16": 0.02, "bf16": 0.1, "int8": 0.3}
 _DEVICES, _CORES = 3, 0.45  # not counting the hub; CPU share of each, of one core
 _MBIT, _SLOW_MBIT = 60.0, 4.0  # real rates of every link
 _RESNET = "resnet50"  # a network of `tools.graph_models`
@@ -165,6 +168,7 @@ def of_pipelines(one: Served, pipelines: Sequence[Served]) -> list[Finding]:
     return [
         gain(f"{best.label}: inferences a second, over one device's", best, one, TARGET_GAIN),
         within(figure, worst.error, TARGET_ERROR),
+        *of_answers((one, *pipelines)),
     ]
 
 
@@ -175,13 +179,31 @@ def of_placements(groups: Sequence[Sequence[Served]]) -> list[Finding]:
     forced plan, which is on several devices, must be slower.
     """
     findings: list[Finding] = []
+    winners: set[str] = set()
     for one, moirai, auto, *forced in groups:
         if predicts_gain(one, moirai):
+            winners.add("several devices")
             findings += [gain(f"{each.label}: latency under one device's", each, one) for each in (moirai, auto)]
         else:
+            winners.add("one device")
             figure = f"{auto.label}: devices where no plan on several is predicted to be faster"
             findings.append(equal(figure, len(auto.devices), 1, COUNT))
             findings += [gain(f"{one.label}: latency under that of {each.label}", one, each) for each in forced]
+    findings += of_answers([each for group in groups for each in group])
+    figure = "rates at which several devices win, and at which one does, according to the simulator"
+    missing = {"several devices", "one device"} - winners
+    measured = f"none for {', '.join(sorted(missing))}" if missing else "both"
+    return [*findings, Finding(figure=figure, measured=measured, target="both", holds=not missing)]
+
+
+def of_answers(served: Sequence[Served]) -> list[Finding]:
+    """Findings on the correctness of the answers."""
+    findings = []
+    for wire in dict.fromkeys(each.wire for each in served):
+        own = [each for plan in served if plan.wire == wire for each in plan.rounds]
+        worst, answers = max(each.difference for each in own), sum(each.answers for each in own)
+        figure = f"largest difference of an output from one device's, of its largest value ({wire} on the wire)"
+        findings.append(at_most(figure, worst, _TOLERANCE[wire], "{:.1e}".format, f"{answers} answers"))
     return findings
 
 

@@ -45,26 +45,36 @@ class HttpClients(HomeClients):
         """Ask the coordinator directly and over HTTP, in turn. Returns the seconds until the first text of each."""
         seconds: dict[str, list[float]] = {"http": [], "direct": []}
         streams = await asyncio.open_connection(HOST, PORT)
-        coordinator = coordinator_access(load_credential(self._key)).server_public
-        async with await connect_async(self._address, parse_token(token, coordinator), _CONNECT_SECONDS) as home:
+        async with await self._library(token) as home:
             for number in range(pairs):
                 for way in ("http", "direct") if number % 2 else ("direct", "http"):
                     if way == "http":
                         seconds[way].append((await _chat(streams, token, body)).text_seconds)
                     else:
-                        seconds[way].append(await _generated(home, body))
+                        seconds[way].append((await _generated(home, body))[0])
         streams[1].close()
         return seconds
 
     async def streams(self, token: str, bodies: list[Any]) -> dict[str, Any]:
-        """All chats at once, each over a connection of its own. Returns their number of tokens."""
+        """All chats at once, each over a connection of its own. Returns their texts and number of tokens."""
         chats = await asyncio.gather(*(_chat_alone(token, body) for body in bodies))
-        return {"tokens": sum(chat.usage["completion_tokens"] for chat in chats)}
+        tokens = sum(chat.usage["completion_tokens"] for chat in chats)
+        return {"texts": [chat.text for chat in chats], "tokens": tokens}
+
+    async def references(self, token: str, bodies: list[Any]) -> dict[str, Any]:
+        """The texts of the same chats, from the coordinator, one after the other."""
+        async with await self._library(token) as home:
+            return {"texts": [(await _generated(home, body))[1] for body in bodies]}
 
     async def ask(self, token: str, body: dict[str, Any]) -> dict[str, Any]:
         """One streamed chat: the seconds until its first event, and its usage."""
         chat = await _chat_alone(token, body)
         return {"first_seconds": chat.event_seconds, "usage": chat.usage}
+
+    async def _library(self, token: str) -> AsyncHome:
+        """A connection of the client library as the app of this token."""
+        coordinator = coordinator_access(load_credential(self._key)).server_public
+        return await connect_async(self._address, parse_token(token, coordinator), _CONNECT_SECONDS)
 
 
 class _Chat(NamedTuple):
@@ -72,6 +82,7 @@ class _Chat(NamedTuple):
 
     event_seconds: float
     text_seconds: float
+    text: str
     usage: dict[str, Any]
 
 
@@ -89,7 +100,7 @@ async def _chat_alone(token: str, body: dict[str, Any]) -> _Chat:
 async def _chat(streams: _Streams, token: str, body: dict[str, Any]) -> _Chat:
     """Ask, and read to the end. Raises ValueError for an error."""
     loop = asyncio.get_running_loop()
-    began, event_seconds, text_seconds = loop.time(), 0.0, 0.0
+    began, event_seconds, text_seconds, text = loop.time(), 0.0, 0.0, ""
     usage: dict[str, Any] = {}
     streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
     async for data in _events(streams, request_bytes("POST", _PATH, token, streamed)):
@@ -100,10 +111,12 @@ async def _chat(streams: _Streams, token: str, body: dict[str, Any]) -> _Chat:
         event = json.loads(data)
         if "error" in event:
             raise ValueError(event["error"]["message"])
-        if any(choice["delta"].get("content") for choice in event["choices"]):
+        said = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
+        if said:
             text_seconds = text_seconds or seconds
+        text += said
         usage = event.get("usage") or usage
-    return _Chat(event_seconds, text_seconds, usage)
+    return _Chat(event_seconds, text_seconds, text, usage)
 
 
 async def _events(streams: _Streams, request: bytes) -> AsyncIterator[bytes]:
@@ -121,16 +134,17 @@ async def _events(streams: _Streams, request: bytes) -> AsyncIterator[bytes]:
     await reader.readline()
 
 
-async def _generated(home: AsyncHome, body: dict[str, Any]) -> float:
-    """Seconds until the first text of the same chat with the client library."""
+async def _generated(home: AsyncHome, body: dict[str, Any]) -> tuple[float, str]:
+    """The same chat with the client library: seconds until its first text, and all of it."""
     loop = asyncio.get_running_loop()
-    began, first = loop.time(), 0.0
-    settings = {name: body[name] for name in ("messages", "max_tokens", "temperature")}
+    began, first, text = loop.time(), 0.0, ""
+    settings = {name: body[name] for name in ("messages", "max_tokens", "temperature", "seed") if name in body}
     async with home.generate(**settings, timeout_seconds=_ANSWER_SECONDS, takes_parts=True) as answer:
         async for token in answer:
             if token.text and not first:
                 first = loop.time() - began
-    return first
+            text += token.text
+    return first, text
 
 
 if __name__ == "__main__":

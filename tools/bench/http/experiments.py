@@ -33,6 +33,7 @@ from tools.bench.results import (
     Summary,
     at_least,
     at_most,
+    equal,
     summarise,
     without_target,
 )
@@ -54,6 +55,7 @@ class OverheadRow(Record):
     num_streams: int
     tokens: tuple[int, ...]  # of all streams
     gateway_seconds: tuple[float, ...]  # processor time of the gateway
+    out_of_order: int  # streams whose text is not that of the library
     disturbed: str = ""  # why times cannot be trusted
 
     @property
@@ -89,17 +91,21 @@ class HttpOverhead(Experiment):
             found = home.clients.call(
                 "first_tokens", _LONG_SECONDS, token=token, body=body, pairs=_WARM_UP + self.pairs
             )
-            tokens, gateway_seconds = [], []
+            bodies = [self._body(seed) for seed in range(self.streams)]
+            references = home.clients.call("references", _LONG_SECONDS, token=token, bodies=bodies)["texts"]
+            out_of_order, tokens, gateway_seconds = 0, [], []
             for number in range(self.rounds):
                 context.report(f"{self.streams} streams, round {number + 1} of {self.rounds}")
                 used = home.gateway_seconds()
-                bodies = [self._body(seed) for seed in range(self.streams)]
-                tokens.append(home.clients.call("streams", _LONG_SECONDS, token=token, bodies=bodies)["tokens"])
+                answers = home.clients.call("streams", _LONG_SECONDS, token=token, bodies=bodies)
                 gateway_seconds.append(home.gateway_seconds() - used)
+                tokens.append(answers["tokens"])
+                out_of_order += sum(one != other for one, other in zip(answers["texts"], references, strict=True))
             yield OverheadRow(
                 http=tuple(found["http"][_WARM_UP:]), direct=tuple(found["direct"][_WARM_UP:]),
                 num_streams=self.streams, tokens=tuple(tokens),
-                gateway_seconds=tuple(gateway_seconds), disturbed=load_between([(began, snapshot())]).distrust,
+                gateway_seconds=tuple(gateway_seconds), out_of_order=out_of_order,
+                disturbed=load_between([(began, snapshot())]).distrust,
             )  # fmt: skip
 
     def _body(self, seed: int) -> dict[str, Any]:
@@ -124,6 +130,7 @@ def _of_overhead(row: OverheadRow) -> Iterator[Finding]:
         f"processor time of the gateway for a token, {row.num_streams} streams, median",
         1e3 * statistics.median(row.token_seconds), 1e3 * _MOST_TOKEN_SECONDS, "{:.3f} ms".format, f"rounds: {each} ms",
     )  # fmt: skip
+    yield equal("streams out of order", row.out_of_order, 0, COUNT)
     if row.disturbed:
         yield Finding(figure="disturbed", measured=row.disturbed)
 
