@@ -8,6 +8,7 @@ random weights in Q4_0.
 from __future__ import annotations
 
 import json
+import select
 import statistics
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from pydantic import Field, TypeAdapter
 
 from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
-from hearth.errors import BadSetting, InternalError
+from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.plan.common import WireFormat
 from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import WeightFormat
@@ -42,6 +43,7 @@ from tools.testbed.scenario import InstructionSet
 
 NEW, OLD, LLAMA_CPP = "hearth", "hearth, old", "llama.cpp"
 _SCRIPT = Path(__file__).parent / "llama_cpp.py"
+_CALL_SECONDS = 300.0  # timeout of one answer of llama.cpp, and of writing its model
 _RATE = 1e9  # bytes per second of links, which one device does not use
 
 Answer = Mapping[str, Any]
@@ -237,11 +239,13 @@ class _LlamaCpp:
         self._process.stdin.close()
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
-        """Call a method. Raises InternalError if the child has ended."""
+        """Call a method. Raises InternalError if the child has ended, DeadlineExceeded."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": method, **arguments}).encode() + b"\n")
         self._process.stdin.flush()
+        if not select.select([self._process.stdout], [], [], _CALL_SECONDS)[0]:
+            raise DeadlineExceeded(action=f"llama.cpp: {method}", seconds=_CALL_SECONDS)
         if not (line := self._process.stdout.readline()):
             raise InternalError(where="llama.cpp", reason="it has ended, with the error above")
         answer: dict[str, Any] = json.loads(line)
