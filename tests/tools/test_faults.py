@@ -21,6 +21,7 @@ from tools.bench.fault_rows import (
     pauses,
     summarise_faults,
     two_leaders,
+    worst_pause,
 )
 from tools.bench.faults import Faults
 from tools.bench.idle_cost import Census, IdleRow, role_of
@@ -61,10 +62,12 @@ def test_longest_gap_is_one_that_meets_the_time_of_the_fault(times: list[float],
     assert longest_gap(times, since=2.0, until=2.05, end=10.0) == expected
 
 
-def test_pause_of_a_client_is_its_longest_gap_less_its_usual_one() -> None:
+def test_pause_is_that_of_the_client_that_waits_longest_less_its_usual_gap() -> None:
     happened = [*answers(0, 0.0, 1.0, 2.0, 5.0, 6.0), *answers(1, 0.5, 1.5, 3.0, 4.0, 6.0)]
     found = pauses(happened, since=2.0, until=4.0, end=6.5)
     assert found == {0: (pytest.approx(2.0), Gap(2.0, 5.0)), 1: (pytest.approx(0.5), Gap(1.5, 3.0))}
+    assert worst_pause(found, 2.0) == found[0]
+    assert worst_pause({}, 2.0) == (0.0, Gap(2.0, 2.0))
 
 
 def test_failed_calls_do_not_end_a_pause() -> None:
@@ -130,12 +133,17 @@ def test_summary_fails_for_a_lost_call_a_wrong_answer_and_a_home_that_stays_down
 
 
 def test_table_has_worst_pause_and_limit_of_each_fault() -> None:
-    rows = [row(pause_seconds=seconds, load=load) for load in ("embed", "infer") for seconds in (0.5, 1.5)]
+    rows = [
+        row(pause_seconds=seconds, rejoin_pause_seconds=seconds / 2, load=load)
+        for load in ("embed", "infer")
+        for seconds in (0.5, 1.5)
+    ]
     summary = summarise_faults(rows)
     embed, infer = summary.tables
     cells = dict(zip(embed.columns, embed.rows[0], strict=True))
     assert (cells["times"], cells["limit"]) == ("2", "1.00 s")
     assert cells["over the limit"] == "**1 of 2**"
+    assert cells["pause at rejoining, worst"] == "750 ms"
     assert (cells["pause, median"], cells["pause, worst"]) == ("1.00 s", "1.50 s")
     assert infer.title.endswith("infer")
     assert "2 of 4 pauses are within their limits" in summary.conclusions

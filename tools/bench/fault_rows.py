@@ -22,7 +22,7 @@ class FaultRow(Record):
     """One fault under load.
 
     `pause_seconds`: a client's longest time between two answers (of a stream: two tokens) around the fault, less its
-    median time before; of the client that waited longest.
+    median time before; of the client that waited longest. `rejoin_pause_seconds`: the same after the repair.
     """
 
     load: str
@@ -33,6 +33,7 @@ class FaultRow(Record):
     failed: tuple[str, ...] = ()  # errors of calls since the last fault, with seconds from this one
     wrong: tuple[str, ...] = ()  # what was wrong with answers
     pause_seconds: float
+    rejoin_pause_seconds: float = 0.0
     limit_seconds: float | None = None  # of the pause
     recovered: bool = True  # serves, with all devices there, when the observation ended
     plan_devices_before: int  # devices of the plan at the fault
@@ -73,6 +74,11 @@ def longest_gap(times: Sequence[float], since: float, until: float, end: float) 
     moments = [*times, max(end, times[-1])] if times else [since, end]
     gaps = [Gap(before, after) for before, after in pairwise(moments) if before < until and after > since]
     return max(gaps, key=lambda gap: gap.seconds, default=Gap(since, since))
+
+
+def worst_pause(found: Mapping[int, tuple[float, Gap]], since: float) -> tuple[float, Gap]:
+    """Of the pauses of all clients (`pauses`), the longest, and the gap itself."""
+    return max(found.values(), key=lambda pause: pause[0], default=(0.0, Gap(since, since)))
 
 
 def pauses(happened: Iterable[Happened], since: float, until: float, end: float) -> dict[int, tuple[float, Gap]]:
@@ -127,6 +133,7 @@ _COLUMNS: Mapping[str, Callable[[Sequence[FaultRow]], object]] = {  # of the row
     "pause, worst": lambda rows: format_seconds(max(row.pause_seconds for row in rows)),
     "limit": lambda rows: "-" if rows[0].limit_seconds is None else format_seconds(rows[0].limit_seconds),
     "over the limit": lambda rows: "-" if rows[0].limit_seconds is None else _over_the_limit(rows),
+    "pause at rejoining, worst": lambda rows: format_seconds(max(row.rejoin_pause_seconds for row in rows)),
 }
 
 

@@ -25,6 +25,7 @@ from tools.bench.fault_rows import (
     pauses,
     summarise_faults,
     two_leaders,
+    worst_pause,
 )
 from tools.bench.load import load_between, snapshot
 from tools.bench.results import Summary
@@ -142,10 +143,13 @@ class Faults(Experiment):
             wrong = (*wrong, both)
         # Until the repair of a silent device, or else for as long as it takes
         found = pauses(happened, moment, repaired if repairs else end, end)
+        pause, gap = worst_pause(found, moment)
+        back = max(repaired, gap.end)
+        rejoin, _ = worst_pause(pauses(happened, back, end, end) if repairs else {}, back)
         row = FaultRow(
             load=home.load, number=number, fault=name, target=target,
             answers=sum(each[0] >= moment and each[2] == "answer" for each in happened), failed=failed, wrong=wrong,
-            pause_seconds=max((seconds for seconds, _ in found.values()), default=0.0),
+            pause_seconds=pause, rejoin_pause_seconds=rejoin,
             limit_seconds=fault.standby_limit_seconds if self.standby else fault.limit_seconds, recovered=recovered,
             plan_devices_before=len(planned), disturbed=load_between([(load_before, snapshot())]).distrust,
         )  # fmt: skip
