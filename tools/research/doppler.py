@@ -38,6 +38,7 @@ HEADINGS = {
     "best-list": "best list", "moirai": "moirai", "policy": "doppler --learn", "doppler": "doppler",
 }  # fmt: skip
 _FITTING_SECONDS = 10.0  # for list schedules that run out of memory: to find an assignment that fits, which takes less
+_ROUNDING = 1e-9  # relative: sums of floats in another order
 
 
 class Setting(NamedTuple):
@@ -115,9 +116,11 @@ class Doppler(Experiment):
         by_setting: dict[Setting, list[DopplerRow]] = {}
         for row in rows:
             by_setting.setdefault(row.setting, []).append(row)
+        worse = [f"{graph}, {setting}" for setting, found in by_setting.items() for graph in _worse(found)]
         return Summary(
             conclusions=tuple(line for setting, found in by_setting.items() for line in _gains(setting, found)),
             tables=tuple(_main_table(setting, found) for setting, found in by_setting.items()),
+            failure=f"doppler is worse than a list schedule: {'; '.join(worse)}" if worse else "",
         )
 
     def _found(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
@@ -223,6 +226,17 @@ def _gains(setting: Setting, rows: Sequence[DopplerRow]) -> list[str]:
         if factors:
             said.append(f"{HEADINGS[name]} {min(factors):.2f} to {max(factors):.2f}")
     return [f"{setting}: makespans over those of doppler: {', '.join(said)}"] if said else []
+
+
+def _worse(rows: Sequence[DopplerRow]) -> list[GraphName]:
+    """The graphs on which the planner is worse than a list schedule, from which it starts."""
+    lists = ("best-list", "critical-path", "enumerative", "local")
+    found = []
+    for ours in (row for row in rows if row.method == "doppler"):
+        theirs = [row.best for row in rows if row.graph == ours.graph and row.method in lists and row.best]
+        if ours.best and theirs and ours.best > min(theirs) * (1 + _ROUNDING):
+            found.append(ours.graph)
+    return found
 
 
 # ---- the paper's figures: milliseconds, the mean of ten runs of the best assignment that each method found --------------

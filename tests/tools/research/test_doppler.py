@@ -38,6 +38,7 @@ def test_every_method_finds_a_plan_and_no_list_is_better_than_the_planners(tmp_p
     assert best["best-list"] == min(best[name] for name in ("local", "critical-path", "enumerative", "best-list"))
     assert best["placeto"] <= best["best-list"]
     found = experiment.summary(rows)
+    assert not found.failure
     (table,) = found.tables
     assert [line[0] for line in table.rows] == ["chain-mm, s", "over doppler", "paper, ms", "over Doppler-sys"]
     paper = dict(zip(["", *HEADINGS, "bound"], table.rows[2], strict=True))
@@ -51,8 +52,9 @@ def test_known_rows_are_kept(tmp_path: Path) -> None:
     assert [(each.method, each.makespan) for each in rows] == [("local", 123.0), ("enumerative", rows[1].makespan)]
 
 
-def test_methods_are_compared_with_the_planner() -> None:
+def test_planner_that_is_worse_than_a_list_fails_the_experiment() -> None:
     found = doppler().summary([row("doppler", 2.0), row("enumerative", 1.0), row("placeto", 3.0)])
+    assert found.failure == "doppler is worse than a list schedule: chain-mm, gigabit, 4 devices"
     assert found.conclusions == (
         "gigabit, 4 devices: makespans over those of doppler: Placeto 1.50 to 1.50, EnumOpt 0.50 to 0.50",
     )

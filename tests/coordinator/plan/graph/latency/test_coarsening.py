@@ -112,9 +112,10 @@ def test_coarsened_plan_is_valid_on_the_original_graph(data: st.DataObject) -> N
     spec = data.draw(graphs())
     n = spec.num_operators
     seconds = data.draw(st.lists(st.floats(0, 1e-6, allow_subnormal=False), min_size=n, max_size=n))
+    congestion = data.draw(st.booleans())
     on_each, coarsened = on_devices(seconds), coarsen(spec)
-    fine = problem_on_devices(spec, on_each)
-    coarse = problem_on_devices(coarsened.spec, coarsened.group_seconds(on_each))
+    fine = replace(problem_on_devices(spec, on_each), congestion=congestion)
+    coarse = replace(problem_on_devices(coarsened.spec, coarsened.group_seconds(on_each)), congestion=congestion)
     ranks = st.sampled_from(range(len(SLOWDOWNS)))
     where = data.draw(st.lists(ranks, min_size=coarse.num_operators, max_size=coarse.num_operators))
     solved = solve_moirai(coarse, SearchOptions(5.0, 0, time.monotonic)).assignment
@@ -153,7 +154,13 @@ def test_row_reports_operators_and_makespans_of_both_plans(tmp_path: Path) -> No
     assert row.loss == 0
     found = experiment.summary([row])
     assert found.tables[0].rows[0][:5] == ("residual", "6", "4", "4 (-33%)", "56000.00")
-    assert found.tables[0].rows[0][-2] == "+0.00%"
+    assert found.tables[0].rows[0][-3] == "+0.00%"
+    assert found.tables[0].rows[0][-1] == "not worse"
+    assert not found.failure
+    for plan in ("fine", "coarse"):
+        planned = getattr(row, plan)
+        slow = planned.model_copy(update={"makespans": {**planned.makespans, "moirai": 60.0}})
+        assert "worse than a baseline" in experiment.summary([row.model_copy(update={plan: slow})]).failure
 
 
 def test_folder_without_onnx_files_is_reported(tmp_path: Path) -> None:
