@@ -154,6 +154,15 @@ def test_malformed_files_are_named(harm: Callable[[Path], None], match: str, tmp
         Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("num_files", [1, 2])
+def test_truncated_decoder_file_is_named(num_files: int, tmp_path: Path) -> None:
+    write_model(tmp_path, "llama", "model.", num_files=num_files)
+    path = max(tmp_path.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(BadCheckpoint, match=rf"{re.escape(path.name)}.*cut short"):
+        read_spec(tmp_path)
+
+
 def test_tensor_of_integers_is_rejected(tmp_path: Path) -> None:
     write_model(tmp_path)
     integers = {**stored_tensors("bert"), "encoder.layer.1.output.dense.weight": np.zeros((24, 130), np.int32)}
