@@ -98,6 +98,16 @@ def test_short_lived_processes_are_counted_once() -> None:
     assert foreign_seconds(before, after, 999) == 40
 
 
+@pytest.mark.parametrize("is_zombie", [False, True])
+def test_processes_of_ours_whose_parent_ends_are_not_foreign(is_zombie: bool) -> None:
+    before = {
+        1: Process(0, 0, 0), 10: Process(1, 0, 0), 11: Process(10, 5, 0), 12: Process(11, 60, 0), 13: Process(11, 90, 0),
+    }  # fmt: skip
+    after = {1: Process(0, 0, 92), 10: Process(1, 0, 5), 12: Process(1, 70, 0), 14: Process(12, 3, 0)}  # 13 ended at 92
+    zombie = {11: Process(10, 5, 0)} if is_zombie else {}
+    assert foreign_seconds(before, {**after, **zombie}, 10) == 2
+
+
 @pytest.mark.parametrize(
     ("load", "said"),
     [

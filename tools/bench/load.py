@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
@@ -112,11 +112,13 @@ def foreign_seconds(before: Mapping[int, Process], after: Mapping[int, Process],
     """CPU seconds that processes not descending from `our_pid` used between two snapshots.
 
     Processes that ended in between are counted through their parents' children seconds, less the time that they had used
-    before the first snapshot.
+    before the first snapshot. Our processes whose parents end have another parent then, and are ours nevertheless.
     """
+    ours = {_KTHREADD, our_pid}
+    ours |= {pid for pid in before if not _is_foreign(pid, before, ours)}
     own, children, gone = 0.0, 0.0, 0.0
     for pid, process in after.items():
-        if _is_foreign(pid, after, our_pid):
+        if _is_foreign(pid, after, ours):
             earlier = before.get(pid)
             if earlier is None or earlier.seconds > process.seconds:  # it is new, or its pid was reused
                 own += process.seconds
@@ -124,13 +126,21 @@ def foreign_seconds(before: Mapping[int, Process], after: Mapping[int, Process],
                 own += process.seconds - earlier.seconds
                 children += process.children_seconds - earlier.children_seconds
     for pid, process in before.items():
-        if pid not in after and _is_foreign(pid, before, our_pid):
+        if pid not in after and (pid not in ours or not _waited(process, before, after)):
             gone += process.seconds + process.children_seconds
     return own + max(children - gone, 0)
 
 
-def _is_foreign(pid: int, processes: Mapping[int, Process], our_pid: int) -> bool:
-    ours, seen = (our_pid, _KTHREADD), set()
+def _waited(process: Process, before: Mapping[int, Process], after: Mapping[int, Process]) -> bool:
+    """Whether its parent, rather than init, counts the time of a process that has ended. A killed parent may be a zombie."""
+    earlier, parent = before.get(process.parent), after.get(process.parent)
+    if earlier is None or parent is None:
+        return False
+    return parent.children_seconds - earlier.children_seconds >= process.seconds
+
+
+def _is_foreign(pid: int, processes: Mapping[int, Process], ours: Collection[int]) -> bool:
+    seen = set()
     while pid in processes and pid not in seen and pid not in ours:
         seen.add(pid)
         pid = processes[pid].parent
