@@ -53,6 +53,9 @@ WATCH_SECONDS = 5.0
 
 # Start of a worker. Importing torch takes 20 s from a Raspberry Pi's SD card; reading a large shard adds to that.
 WORKER_LOAD_SECONDS = 300.0  # the agent waits for its worker to start and load
+# The same for a process that goes on with another plan, besides the reading of its weights: it has the libraries. Requests wait
+# for it, and a new process takes its place.
+WORKER_RELOAD_SECONDS = 10.0
 # The coordinator waits for `Load`; the agent also verifies the chunks' hashes.
 LOAD_SECONDS = WORKER_LOAD_SECONDS + 20.0
 WORKER_CONNECT_SECONDS = 30.0  # the agent waits for its worker's `ConnectPeers`, and a worker for the keys of its peers

@@ -42,7 +42,13 @@ from hearth.plan.plan import plan_hash
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time
 from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk, read_seconds
 from hearth.platform.machine import give_back_freed_buffers
-from hearth.protocol import CLOSED_LEASE_SECONDS, LEASE_CHECK_SECONDS, PROTOCOL_VERSION, WATCH_SECONDS
+from hearth.protocol import (
+    CLOSED_LEASE_SECONDS,
+    LEASE_CHECK_SECONDS,
+    PROTOCOL_VERSION,
+    WATCH_SECONDS,
+    WORKER_RELOAD_SECONDS,
+)
 from hearth.transport.base import Buffer
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Reply, Response
@@ -421,8 +427,9 @@ class AgentDaemon:
         if self._workers.get(deployment) is not worker or not worker.can_reload(start):
             return None  # it ended meanwhile
         self._record_running(start)
+        num_bytes = self._store.num_bytes(start.load.parts.hashes)
         try:
-            return await worker.reload(start)
+            return await worker.reload(start, read_seconds(num_bytes, WORKER_RELOAD_SECONDS))
         except HearthError as error:
             if worker.state == "stopped":
                 raise  # the lease has ended

@@ -46,6 +46,8 @@ class ChildProcess(Protocol):
 
     def kill(self) -> None: ...
 
+    def send_signal(self, number: int, /) -> None: ...
+
     async def wait(self) -> int:
         """Wait for the end and return the exit status."""
 
@@ -283,10 +285,10 @@ class ForkedProcess:
         return self._code.result() if self._code.done() else None
 
     def terminate(self) -> None:
-        self._signal(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        self._signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
     async def wait(self) -> int:
         return await asyncio.shield(self._code)
@@ -304,7 +306,7 @@ class ForkedProcess:
         loop.remove_reader(self._pidfd)
         loop.call_later(_EXIT_CODE_SECONDS, self.exited, -signal.SIGKILL)
 
-    def _signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: int, /) -> None:
         if not self._code.done():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, number)

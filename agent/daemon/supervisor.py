@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import re
+import signal
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ class WorkerProcess:
             asyncio.create_task(each) for each in (self._watch_exit(process), self._listen(), self._watch_life(process))
         ]
         try:
-            bound = await self._load(request)
+            bound = await self._load(request, WORKER_LOAD_SECONDS)
         except HearthError as error:
             if not self._gave_up_load:
                 self._fail(error)
@@ -224,22 +225,27 @@ class WorkerProcess:
             return list(after.model_copy(update={"files": added}).hashes)
         return sorted(set(after.hashes) - set(before.hashes))
 
-    async def reload(self, request: wire.Start) -> wire.WorkerBound:
+    async def reload(self, request: wire.Start, seconds: float) -> wire.WorkerBound:
         """Have the process end its plan and load another one, for which it keeps its socket and what it can of the weights.
 
-        Raises as `start` does; the process is then of no use.
+        Raises as `start` does; the process is then of no use. One that takes longer than `seconds` logs where its threads are.
         """
         self._loaded, self.epoch, self._gave_up_load = request, request.load.plan.epoch, False
         self._transition("reload_requested")
-        bound = await self._load(request)
+        try:
+            bound = await self._load(request, seconds)
+        except DeadlineExceeded:
+            if self._process is not None and self._process.returncode is None:
+                self._process.send_signal(signal.SIGUSR1)
+            raise
         self._transition("loaded")
         return bound
 
-    async def _load(self, request: wire.Start) -> wire.WorkerBound:
+    async def _load(self, request: wire.Start, seconds: float) -> wire.WorkerBound:
         """Have the process load, until that is given up: then the process gets a message, and StepFailed is raised."""
 
         async def ask() -> wire.WorkerBound:
-            stream = self._client.stream(request, timeout_seconds=WORKER_LOAD_SECONDS, last=wire.WorkerBound)
+            stream = self._client.stream(request, timeout_seconds=seconds, last=wire.WorkerBound)
             async with aclosing(stream) as replies:
                 reply = await anext(replies)
             return wire.expect_message(reply.message, wire.WorkerBound, "a worker")

@@ -7,6 +7,7 @@ the daemon ends.
 
 from __future__ import annotations
 
+import faulthandler
 import logging
 import os
 import queue
@@ -171,6 +172,7 @@ def _not_ready(message: Message) -> StepFailed:
 def set_up_process(endpoint: str, log_level: str, store: str) -> None:
     """Set up a worker's process: ignore Ctrl-C, raise the OOM score, configure logging, confine its files."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon stops its workers itself
+    faulthandler.register(signal.SIGUSR1)  # the daemon asks where the threads of a process are that hangs
     logging.basicConfig(level=log_level, format="%(name)s %(levelname)s %(message)s")
     try:
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJUST)

@@ -25,9 +25,9 @@ _MAX_HUNG = 16
 _running: set[_Access] = set()  # of this process; changed by several threads, each time in one operation
 
 
-def read_seconds(num_bytes: int) -> float:
-    """The time limit of reading this many bytes."""
-    return FILE_SECONDS + num_bytes / _MIN_BYTES_PER_SECOND
+def read_seconds(num_bytes: int, file_seconds: float = FILE_SECONDS) -> float:
+    """The time limit of reading this many bytes. `file_seconds`: of reading none."""
+    return file_seconds + num_bytes / _MIN_BYTES_PER_SECOND
 
 
 class DaemonThreads(Executor):

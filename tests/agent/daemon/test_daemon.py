@@ -300,7 +300,7 @@ async def test_agent_that_stops_while_it_stops_a_worker_waits_for_that(
 async def test_disk_that_does_not_answer_fails_the_request_and_is_reported(
     agent: Agent, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(daemon_module, "read_seconds", lambda num_bytes: 0.05)
+    monkeypatch.setattr(daemon_module, "read_seconds", lambda *given: 0.05)
 
     with pytest.raises(StoreFailed, match=f"{tmp_path} has not answered for 0.05 s"):
         await agent.load(epoch=1)
@@ -347,7 +347,7 @@ async def test_newer_plan_is_loaded_by_the_process_that_still_loads_the_older_on
         await given_up.wait()
         raise StepFailed(device="kitchen", reason="replaced")
 
-    async def reload(self: Worker, request: wire.Start) -> wire.WorkerBound:
+    async def reload(self: Worker, request: wire.Start, seconds: float) -> wire.WorkerBound:
         self.started.append(request.load.plan.epoch)
         return BOUND
 

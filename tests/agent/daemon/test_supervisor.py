@@ -199,7 +199,7 @@ async def test_load_that_is_given_up_leaves_the_process_to_the_next_plan(running
     process, worker = running
     pid = process.pid
     assert not process.give_up_load(start(3))  # it loads nothing
-    older, newer = asyncio.create_task(process.reload(start(2))), start(3)
+    older, newer = asyncio.create_task(process.reload(start(2), 30.0)), start(3)
     older_id, message, _ = await worker.receive()
     assert message == start(2)
     assert not process.can_reload(newer)
@@ -209,10 +209,18 @@ async def test_load_that_is_given_up_leaves_the_process_to_the_next_plan(running
         await older
     assert (await worker.receive())[1] == wire.Cancel(request=older_id, final=True)
     assert process.can_reload(newer)
-    loading = asyncio.create_task(process.reload(newer))
+    loading = asyncio.create_task(process.reload(newer, 30.0))
     await worker.answer((await worker.receive())[0], BOUND)
     await loading
     assert (process.state, process.epoch, process.pid) == ("bound", 3, pid)
+
+
+async def test_process_that_does_not_take_the_next_plan_in_time_is_of_no_use(running: Running) -> None:
+    process, _ = running
+    with pytest.raises(errors.DeadlineExceeded):
+        await process.reload(START, 0.05)
+    await until("its end by the signal, for which it has no handler", lambda: process.state == "failed")
+    assert "SIGUSR1" in process.status("default").failure
 
 
 async def test_status_names_the_step_that_the_worker_computes(running: Running) -> None:
@@ -234,7 +242,7 @@ async def test_status_says_what_was_sent_to_each_other_device_in_this_plan(runni
     expected = {each: sent[rank] for rank, each in enumerate(ids) if rank != own}
     assert expected
     await until("the count", lambda: process.status("default").sent_bytes == expected)
-    reloading = asyncio.create_task(process.reload(START))
+    reloading = asyncio.create_task(process.reload(START, 30.0))
     await worker.answer((await worker.receive())[0], BOUND)
     await reloading
     assert process.status("default").sent_bytes == {}
