@@ -54,6 +54,7 @@ def goal_from_options(kind: ModelFileKind, model: Path, options: ServeOptions) -
             accuracy_budget=_accuracy_budget(options),
             kv_copies=not options.no_kv_copies,
             shared_prefixes=options.shared_prefixes,
+            special_contents=options.special_contents,
             max_drafted=_count("--speculate", options.speculate, MAX_DRAFTED_TOKENS, DEFAULT_MAX_DRAFTED, 0),
             draft_dir=str(options.draft.resolve()) if options.draft is not None else None,
             **{name: getattr(options, name) for name in _TRANSFORMER_FIELDS},

@@ -201,6 +201,15 @@ class ServeOptions(PlanOptions):
         ),
         TRANSFORMER,
     ] = False
+    special_contents: Annotated[
+        bool,
+        typer.Option(
+            "--special-contents",
+            help="(decoder) Read special tokens in the contents of chats, such as <|im_start|>: whoever writes a text that "
+            "gets into a chat can then write a system message. Default: in contents they are text.",
+        ),
+        TRANSFORMER,
+    ] = False
     speculate: Annotated[
         str,
         typer.Option(

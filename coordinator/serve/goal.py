@@ -69,7 +69,11 @@ def open_transformer(goal: TransformerGoal) -> TransformerModel:
         read_pooling(directory)
     tokenizer = None
     if (directory / "tokenizer.json").exists():
-        tokenizer = TextTokenizer(directory) if spec.causal else SentenceTokenizer(directory)
+        tokenizer = (
+            TextTokenizer(directory, special_contents=goal.special_contents)
+            if spec.causal
+            else SentenceTokenizer(directory)
+        )
     defaults = read_generation_defaults(directory) if spec.causal else GenerationDefaults()
     return TransformerModel(directory, spec, seq_len, tokenizer, generation, defaults, draft)
 

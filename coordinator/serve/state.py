@@ -84,6 +84,7 @@ class TransformerGoal(_Goal):
     kv_copies: bool = True  # whether devices with room keep copies of each other's KV caches
     kv_cache: KvFormat | None = None  # format of keys and values in the KV cache; None: that of activations
     shared_prefixes: bool = False  # whether apps share the KV cache of equal prefixes
+    special_contents: bool = False  # whether special tokens in the contents of chats are special tokens of the prompt
     # Tokens of an answer that a step guesses, at most; 0: no speculative decoding.
     max_drafted: int = Field(default=DEFAULT_MAX_DRAFTED, ge=0, le=MAX_DRAFTED_TOKENS)
     draft_dir: str | None = None  # directory of a small model of the same vocabulary, which guesses tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.models.checkpoint.families import read_json_object
-from coordinator.serve.text.answer_reader import AnswerReader, answer_form, num_uncertain
+from coordinator.serve.text.answer_reader import REASONING, AnswerReader, answer_form, num_uncertain
+from coordinator.serve.text.contents import ContentTokens
 from coordinator.serve.text.response_template import ResponseTemplate, read_response_template
 from coordinator.serve.text.sentences import open_tokenizer
 from coordinator.serve.text.template_reader import TemplateReader
@@ -35,11 +37,16 @@ _DEFAULT_MAX_TOKENS = 512  # of an answer without any other limit: enough for a 
 
 
 class TextTokenizer:
-    """The model's tokenizer.json and chat template. Raises BadCheckpoint if they cannot be read."""
+    """The model's tokenizer.json and chat template. Raises BadCheckpoint if they cannot be read.
 
-    def __init__(self, directory: Path, now: Callable[[], datetime] = datetime.now) -> None:
+    `special_contents`: special tokens in the contents of chats are special tokens of the prompt.
+    """
+
+    def __init__(
+        self, directory: Path, now: Callable[[], datetime] = datetime.now, special_contents: bool = False
+    ) -> None:
         self._tokenizer = open_tokenizer(directory)
-        self._now = now
+        self._now, self._special_contents = now, special_contents
         config_path = directory / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.exists() else {}
         self._special = {name: text for name, value in config.items() if (text := _special_token(name, value))}
@@ -66,27 +73,39 @@ class TextTokenizer:
     ) -> list[int]:
         """Token ids of a chat for the model to answer. Raises BadRequest if there is no template or it fails.
 
-        `tools` are JSON objects, `options` further variables of the template. As in `transformers`, the only special tokens
-        are those in the template's output.
+        `tools` are JSON objects, `options` further variables of the template. The only special tokens are those that the
+        template writes; in a content, a tool or an option they are text, other than in `transformers`.
         """
         if self._template is None:
             raise BadRequest(
                 reason="the model has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); send a prompt instead of messages"
             )
-        variables = {
+        given = {
             **options,
-            **self._special,
             "messages": [_template_message(message) for message in messages],
-            "add_generation_prompt": True,
             "tools": [_json_object(tool, "each tool") for tool in tools] or None,
-            "documents": None,
         }
         try:
-            text = self._compiled.render(variables)
+            text = self._rendered(self._contents.hide(given))
         except Exception as error:  # a template is third-party code and may raise anything
             raise BadRequest(reason=f"the model's chat template does not accept these messages ({error})") from None
-        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+        return self._contents.encode(text)
+
+    def _rendered(self, variables: Mapping[str, object]) -> str:
+        fixed = {"add_generation_prompt": True, "documents": None}
+        return self._compiled.render({**variables, **self._special, **fixed})
+
+    @cached_property
+    def _contents(self) -> ContentTokens:
+        """What contents may not write: special tokens, and others with which the template begins or ends a turn."""
+        turns = [{"role": role, "content": "-"} for role in ("user", "assistant", "user")]
+        written = ""
+        with suppress(Exception):  # a template that fails here says so when it is used
+            written = self._rendered({"messages": turns, "tools": None})
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        control = {token.content for token in added if token.special or token.content in written} - {*REASONING, ""}
+        return ContentTokens(self._tokenizer, () if self._special_contents else control)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, without special tokens."""
