@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from pydantic_core import from_json
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -21,6 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.http import watching
 from coordinator.http.answer_stream import while_connected
+from coordinator.http.bodies import Bodies
 from coordinator.http.failures import Failure, failure, unknown_model
 from coordinator.http.homes import Homes, shown_name
 from coordinator.http.ollama import embeddings as ollama_embeddings
@@ -36,7 +36,7 @@ from hearth.platform.asyncio_tools import with_timeout
 
 log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 << 20  # a chat that fills the longest contexts has a tenth of it
+MAX_HEADER_BYTES = 32 << 10
 _HEALTH_SECONDS = 2.0  # for the coordinator's answer
 _OPEN_PATHS = frozenset({"/", "/health", "/api/version"})  # without a token; they tell nothing of the home
 
@@ -123,6 +123,7 @@ class _Guard:
         self._app = app
         self._homes = homes
         self._allowed_hosts = allowed_hosts
+        self._bodies = Bodies()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -130,15 +131,19 @@ class _Guard:
             return
         request = Request(scope)
         try:
+            if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+                raise Failure(431, f"The headers have more than {MAX_HEADER_BYTES} bytes.")
             if not is_allowed_host(request.headers.get("host", ""), self._allowed_hosts):
                 reason = "This gateway does not know the name under which it was asked. Allow it with --allow-host."
                 raise Failure(403, reason, "permission_error")
             if scope["path"] in _OPEN_PATHS:
                 await self._app(scope, receive, send)
                 return
-            async with self._homes.served(_token(request)) as served:
-                scope.setdefault("state", {})["served"] = served
-                await self._app(scope, receive, send)
+            token = _token(request)
+            async with self._homes.served(token, request.client.host if request.client else "") as served:
+                with self._bodies.of(token) as body:
+                    scope.setdefault("state", {}).update(served=served, body=body)
+                    await self._app(scope, receive, send)
         except (Failure, HearthError) as error:
             await _failed(request, error)(scope, receive, send)
 
@@ -178,7 +183,7 @@ def _token(request: Request) -> str:
 
 def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        body = await _json_body(request) if request.method == "POST" else None
+        body = await request.state.body.read(request) if request.method == "POST" else None
         answer = await handler(Call(request.state.served, request.receive, body, request.path_params))
         if isinstance(answer, EventStream):
             return await _streamed(request, answer)
@@ -217,27 +222,6 @@ class _Pieces(Response):
         except (Failure, HearthError) as error:
             piece = self._stream.failed(error if isinstance(error, Failure) else failure(error))
             await send({"type": "http.response.body", "body": piece, "more_body": True})
-
-
-async def _json_body(request: Request) -> object:
-    """The body of a request. Raises Failure if it is too large, or no JSON."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:  # not read at all
-        raise _too_large()
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > MAX_BODY_BYTES:
-            raise _too_large()
-    try:
-        value: object = from_json(body, allow_inf_nan=False)
-    except ValueError as error:
-        raise Failure(400, f"The body is not valid JSON: {error}.") from None
-    return value
-
-
-def _too_large() -> Failure:
-    return Failure(413, f"The body has more than {MAX_BODY_BYTES} bytes.")
 
 
 async def _root(request: Request) -> Response:

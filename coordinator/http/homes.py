@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from coordinator.http.settings import HttpSettings
 from hearth.client.home import AsyncHome, connect_async
-from hearth.errors import AppRevoked, BadKey, DeadlineExceeded, NotServing, WrongKey
+from hearth.errors import AppRevoked, BadKey, DeadlineExceeded, NotServing, QueueFull, WrongKey
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.curve import fingerprint
 from hearth.platform.security import AppKey, parse_credential, parse_token
@@ -26,6 +26,9 @@ _ASK_SECONDS = 5.0
 # For a token that the coordinator has refused, without asking it again. A new app's token was never refused.
 _REFUSED_SECONDS = 5.0
 _MAX_REFUSED = 1024
+# An address that sent a wrong token waits before its next unknown one is looked at, and so do the others that it has sent.
+_WRONG_TOKEN_SECONDS = 1.0
+_MAX_WAITING_OF_ADDRESS = 16
 
 
 class Served(NamedTuple):
@@ -65,6 +68,14 @@ class _Connection:
         self.opening = asyncio.Lock()
 
 
+class _Door:
+    """Where the unknown tokens of one address wait for each other."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+        self.num_waiting = 0
+
+
 class Homes:
     """Opens a connection when a token is first used and closes those that are idle longest."""
 
@@ -78,6 +89,7 @@ class Homes:
         self._connections: OrderedDict[str, _Connection] = OrderedDict()  # by secret; the latest used last
         self._refused: OrderedDict[bytes, float] = OrderedDict()  # by hash of the secret: time of the refusal
         self._opening = asyncio.Semaphore(_OPENING_AT_ONCE)
+        self._doors: dict[str, _Door] = {}  # by address
 
     @property
     def fingerprint(self) -> str:
@@ -85,8 +97,8 @@ class Homes:
         return fingerprint(self._own.coordinator_public)
 
     @asynccontextmanager
-    async def served(self, token: str | None) -> AsyncIterator[Served]:
-        """Ask the coordinator, as the app of this token (None: as the gateway), what it serves.
+    async def served(self, token: str | None, address: str = "") -> AsyncIterator[Served]:
+        """Ask the coordinator, as the app of this token (None: as the gateway), what it serves. `address`: of the client.
 
         Raises BadKey for a text that is no token, WrongKey or AppRevoked if the coordinator refuses it, Unreachable, ...
         """
@@ -98,7 +110,7 @@ class Homes:
         connection.num_users += 1
         try:
             try:
-                home = await self._open(connection, key)
+                home = await self._open(connection, key, address)
                 models = await home.models(_ASK_SECONDS)
             except (AppRevoked, WrongKey):
                 self._note_refusal(key)
@@ -116,15 +128,34 @@ class Homes:
             if each.home is not None:
                 await each.home.close()
 
-    async def _open(self, connection: _Connection, key: AppKey) -> AsyncHome:
+    async def _open(self, connection: _Connection, key: AppKey, address: str) -> AsyncHome:
         async with connection.opening:
             if connection.home is None:
                 settings = self._settings
-                async with self._opening:
+                async with self._alone(address), self._opening:
                     connection.home = await connect_async(
                         settings.address, key, _OPEN_SECONDS, list(settings.interfaces) if settings.interfaces else None
                     )
             return connection.home
+
+    @asynccontextmanager
+    async def _alone(self, address: str) -> AsyncIterator[None]:
+        """One unknown token of an address at a time. After a wrong one, its next ones wait. Raises QueueFull."""
+        door = self._doors.setdefault(address, _Door())
+        if door.num_waiting >= _MAX_WAITING_OF_ADDRESS:
+            raise QueueFull(limit=_MAX_WAITING_OF_ADDRESS)
+        door.num_waiting += 1
+        try:
+            async with door.lock:
+                try:
+                    yield
+                except (AppRevoked, WrongKey):
+                    await asyncio.sleep(_WRONG_TOKEN_SECONDS)
+                    raise
+        finally:
+            door.num_waiting -= 1
+            if not door.num_waiting:
+                del self._doors[address]
 
     async def _close_idle(self) -> None:
         """Close connections that failed to open, and idle ones beyond the limit, the longest unused first."""

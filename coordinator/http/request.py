@@ -53,7 +53,7 @@ class Body(BaseModel):
 
 
 def _failure(error: ValidationError) -> Failure:
-    first = error.errors()[0]
+    first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     name = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
         return unsupported(name)

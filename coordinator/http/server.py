@@ -1,8 +1,4 @@
-"""Runs the application in uvicorn: listens, serves, and closes its connections to the coordinator at the end.
-
-uvicorn closes a connection without a request only after an answer. A client that sends half a request, or nothing, or that
-does not read its answer, would keep one of the gateway's connections for ever, so that they have deadlines here.
-"""
+"""Runs the application in uvicorn: listens, serves, and closes its connections to the coordinator at the end."""
 
 from __future__ import annotations
 
@@ -14,11 +10,10 @@ import sys
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 
-import h11
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from coordinator.http.app import http_app
+from coordinator.http.app import MAX_HEADER_BYTES, http_app
+from coordinator.http.connections import BoundedProtocol, Connections
 from coordinator.http.homes import Homes
 from coordinator.http.settings import HttpSettings
 from hearth.errors import HearthError
@@ -26,15 +21,11 @@ from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import HTTP_SERVICE, advertised
 from hearth.platform.network import bracketed, listening_socket
 
-ARRIVAL_SECONDS = 30.0  # for a whole request, from the connection or from its first byte on: 8 MiB at 2.2 Mbit/s
-UNREAD_SECONDS = 60.0  # for which a client may leave 64 KiB of its answer unread, besides what the kernel holds
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ALL_ADDRESSES = ("0.0.0.0", "::")
-_MAX_CONNECTIONS = 512  # then requests are refused with 503
 _IDLE_SECONDS = 30  # after an answer, for the next request to begin; the first one has ARRIVAL_SECONDS
 _BACKLOG = 128  # connections that the kernel accepts while the process is busy
 _DRAIN_SECONDS = 5  # for answers in progress at the end
-_MAX_HEADER_BYTES = 32 << 10
 
 
 def serve(settings: HttpSettings) -> int:
@@ -62,9 +53,9 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
         files = (settings.certificate, settings.private_key) if certificate is None else (certificate.chain, None)
         config = uvicorn.Config(
             http_app(homes, settings.allowed_hosts), http=BoundedProtocol, ws="none", lifespan="off", log_config=None,
-            access_log=False, server_header=False, date_header=True, limit_concurrency=_MAX_CONNECTIONS,
+            access_log=False, server_header=False, date_header=True,
             timeout_keep_alive=_IDLE_SECONDS, timeout_graceful_shutdown=_DRAIN_SECONDS,
-            h11_max_incomplete_event_size=_MAX_HEADER_BYTES, ssl_certfile=files[0], ssl_keyfile=files[1],
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES, ssl_certfile=files[0], ssl_keyfile=files[1],
             proxy_headers=False,
         )  # fmt: skip
         config.load()
@@ -78,7 +69,10 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
         _tell(f"listening on {settings.scheme}://{bracketed(settings.host)}:{listening.getsockname()[1]}")
         fields = {"scheme": settings.scheme, **({"tls": certificate.fingerprint} if certificate is not None else {})}
         async with _advertised(settings, listening, homes.fingerprint, fields):
-            await uvicorn.Server(config).serve(sockets=[listening])
+            server = uvicorn.Server(config)
+            accepting = asyncio.create_task(Connections(server).accept(listening))
+            stack.push_async_callback(cancel_all, [accepting])
+            await server.serve(sockets=[])
 
 
 def _tell(line: str) -> None:
@@ -94,53 +88,3 @@ def _advertised(
     host, port = listening.getsockname()[:2]
     interfaces = settings.interfaces if host in _ALL_ADDRESSES else (host,)
     return advertised(HTTP_SERVICE, port, fingerprint, secrets.token_hex(8), lambda: interfaces, fields)
-
-
-class BoundedProtocol(H11Protocol):
-    """One connection. It is closed if a request takes too long to arrive, or an answer to be read."""
-
-    _arrival: asyncio.TimerHandle | None = None
-    _unread: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self._watch_arrival()
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        self._watch_arrival()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:  # the next request has begun
-            self._watch_arrival()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_arrival()
-        self._stop_unread()
-        super().connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        self._stop_unread()
-        super().resume_writing()
-
-    def _watch_arrival(self) -> None:
-        """Keep a deadline while a part of a request is missing."""
-        if self.conn.their_state not in (h11.IDLE, h11.SEND_BODY):
-            self._stop_arrival()
-        elif self._arrival is None:
-            self._arrival = self.loop.call_later(ARRIVAL_SECONDS, self.transport.abort)
-
-    def _stop_arrival(self) -> None:
-        if self._arrival is not None:
-            self._arrival.cancel()
-            self._arrival = None
-
-    def _stop_unread(self) -> None:
-        if self._unread is not None:
-            self._unread.cancel()
-            self._unread = None

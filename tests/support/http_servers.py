@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 import numpy as np
 import uvicorn
 
+from coordinator.http.connections import BoundedProtocol, Connections
 from coordinator.http.homes import Served
-from coordinator.http.server import BoundedProtocol
 from hearth.client.answers import AsyncGeneration, Token, Usage
 from hearth.client.home import Result
 from hearth.errors import AppRevoked, HearthError
+from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.network import listening_socket
 from hearth.wire.messages import LogProb, ServedModel, TokenLogProbs
 
@@ -22,20 +24,25 @@ _STOP_SECONDS = 30.0  # that only failures reach
 
 
 @asynccontextmanager
-async def served(app: Any) -> AsyncIterator[int]:
+async def served(app: Any, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
     """The port of a server of the application."""
     listening = listening_socket("127.0.0.1", 0, 64, "--listen")
     config = uvicorn.Config(
         app, http=BoundedProtocol, ws="none", lifespan="off", log_config=None, timeout_graceful_shutdown=1
     )
+    config.load()
+    config.ssl = tls
     server = uvicorn.Server(config)
     server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-    serving = asyncio.ensure_future(server._serve([listening]))
+    serving = asyncio.ensure_future(server._serve([]))
+    accepting = asyncio.ensure_future(Connections(server).accept(listening))
     try:
         yield listening.getsockname()[1]
     finally:
         server.should_exit = True
         await asyncio.wait_for(serving, _STOP_SECONDS)
+        await cancel_all([accepting])
+        listening.close()
 
 
 USAGE = Usage(7, 3, "stop", 0.5, 0.1, 0.2, 4)
@@ -93,7 +100,7 @@ class ScriptedHomes:
         self._tokens = tokens
 
     @asynccontextmanager
-    async def served(self, token: str | None) -> AsyncIterator[Served]:
+    async def served(self, token: str | None, address: str = "") -> AsyncIterator[Served]:
         if self._refusal is not None:
             raise self._refusal
         if token is not None and self._tokens is not None and token not in self._tokens:

@@ -23,7 +23,7 @@ class Embeddings(Body):
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})
 
     model: str
-    input: str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...] = Field(max_length=4096)
+    input: str | Annotated[tuple[Any, ...], Field(max_length=4096)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
 

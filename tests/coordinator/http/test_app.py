@@ -17,7 +17,8 @@ pytest.importorskip("starlette")
 from support.http_servers import READY, ScriptedHome, ScriptedHomes
 
 from coordinator.http import homes
-from coordinator.http.app import MAX_BODY_BYTES, http_app
+from coordinator.http.app import MAX_HEADER_BYTES, http_app
+from coordinator.http.bodies import MAX_BODY_BYTES
 from hearth.errors import AppRevoked, QueueFull, StepFailed
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import AppKey, format_credential
@@ -254,6 +255,11 @@ def test_embeddings_in_both_encodings() -> None:
     assert ask("/api/embeddings", {"model": "tiny", "prompt": "a"}).json["embedding"] == pytest.approx([0.6, 0.8, 0.0])
 
 
+def test_long_text_and_many_texts_are_embedded_and_token_ids_are_refused() -> None:
+    for texts, status in (("a" * 5000, 200), (["a"] * 4096, 200), (["a"] * 4097, 400), ([[1]], 400), ([1], 400)):
+        assert ask("/v1/embeddings", {"model": "tiny", "input": texts}).status == status
+
+
 def test_only_three_paths_need_no_token() -> None:
     for path in ("/", "/health", "/api/version"):
         assert ask(path, token=False).status == 200
@@ -350,7 +356,7 @@ def test_refusals_name_the_field(path: str, body: object, status: int, field: st
 def test_sizes_and_forms_of_bodies() -> None:
     homes = ScriptedHomes(ScriptedHome(), READY)
     for body, status in (
-        (b"[" * 100_000, 400),
+        (b"[" * 50_000, 400),
         (b'"\\ud800"', 400),
         (b"\xff", 400),
         (b" " * (MAX_BODY_BYTES + 1), 413),
@@ -358,6 +364,8 @@ def test_sizes_and_forms_of_bodies() -> None:
         assert asyncio.run(asked(homes, "POST", "/v1/completions", body)).status == status
     assert asyncio.run(asked(homes, "POST", "/v1/completions", length=MAX_BODY_BYTES + 1)).status == 413
     assert asyncio.run(asked(homes, "PUT", "/v1/completions")).status == 405
+    answered = asyncio.run(asked(homes, "GET", "/v1/models", host="localhost" + " " * MAX_HEADER_BYTES))
+    assert answered.status == 431
 
 
 _VALUES = st.recursive(
