@@ -197,6 +197,14 @@ class BadKey(HearthError, scope="request"):
     advice = "Export it again with `hearth key export` on the coordinator's device."
 
 
+class KeyExposed(HearthError, scope="request"):
+    """Others than the owner of a credential file can read it."""
+
+    path: str
+    summary = "Others than its owner can read the key at {path}."
+    advice = "Run `chmod 600 {path}`. If somebody has read it, replace it: `hearth key rotate`, or revoke the app or device."
+
+
 class KeyExists(HearthError, scope="request"):
     """A new credential would overwrite an existing file."""
 

@@ -55,11 +55,13 @@ class FolderInUse(Exception):
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Create a folder if needed and lock it for the duration of the block. Raises FolderInUse, OSError.
+    """Create a folder if needed, close it to other users, and lock it for the block. Raises FolderInUse, OSError.
 
     A folder that was locked before can be locked again after its disk has become full or read-only.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    with suppress(OSError):  # of another owner, or on a read-only disk
+        folder.chmod(0o700)
     try:
         lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:

@@ -8,7 +8,7 @@ usage() {
 usage: install.sh [OPTION...]    as root; installs or upgrades Hearth on this device
 
   --coordinator      also run the coordinator here (on one device of the home)
-  --gateway          also run the HTTP gateway here; its key: hearth key add-app gateway > /etc/hearth/gateway.key
+  --gateway          also run the HTTP gateway here; its key: (umask 077; hearth key add-app gateway > /etc/hearth/gateway.key)
   --key new          make the home's key (on the first device)
   --key FILE         take it from a file; -: the line that `hearth key export` printed, from standard input.
                      The variable HEARTH_HOME_KEY may hold the line, too. Without both, it is asked for on a terminal.
@@ -192,7 +192,7 @@ else
   systemctl daemon-reload
   for service in "${services[@]}"; do
     if [[ $service == hearth-gateway && ! -e $settings/gateway.key ]]; then
-      echo "hearth-gateway waits for its key: hearth key add-app gateway > $settings/gateway.key"
+      echo "hearth-gateway waits for its key: (umask 077; hearth key add-app gateway > $settings/gateway.key)"
     else
       systemctl restart "$service" || fail "$service does not start: journalctl -u $service"
     fi

@@ -61,5 +61,5 @@ class StoredConfiguration:
 
     def _write(self, configuration: Configuration) -> None:
         self._is_written = False
-        write_atomically(self._path, configuration.model_dump_json(), durable=True)
+        write_atomically(self._path, configuration.model_dump_json(), private=True, durable=True)
         self._is_written = True

@@ -262,7 +262,7 @@ class DurableFile(Generic[_T]):
         was_saved = self.is_saved
         try:
             for path in (self.path, self._copy):
-                write_atomically(path, content, durable=True)
+                write_atomically(path, content, private=True, durable=True)
         except OSError as error:
             self._unsaved = content
             if was_saved:
@@ -315,7 +315,7 @@ def locked_state(state_dir: Path) -> Iterator[None]:
 def note_address(settings: CoordinatorSettings, port: int) -> None:
     """Write down where this coordinator listens, for `address_of_running`."""
     try:
-        write_atomically(settings.state_dir / _ADDRESS, f"{local_address(settings.bind_host, port)}\n")
+        write_atomically(settings.state_dir / _ADDRESS, f"{local_address(settings.bind_host, port)}\n", private=True)
     except OSError as error:  # as above
         log.warning("the address of this coordinator cannot be written down: %s", error)
 

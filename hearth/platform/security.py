@@ -19,7 +19,7 @@ import zmq
 from pydantic import AfterValidator, BaseModel, Field
 from zmq.utils import z85
 
-from hearth.errors import BadKey, KeyExists, KeyMissing, NotAuthorised
+from hearth.errors import BadKey, KeyExists, KeyExposed, KeyMissing, NotAuthorised
 from hearth.files import write_atomically
 from hearth.platform.curve import KeyPair, new_keypair
 
@@ -169,9 +169,13 @@ def default_key_path(environ: Mapping[str, str]) -> Path:
 
 
 def load_credential(path: Path) -> Credential:
-    """Read a credential file. Raises KeyMissing or BadKey."""
+    """Read a credential file. Raises KeyMissing, BadKey, and KeyExposed if others than its owner, this user, can read it."""
     try:
-        return parse_credential(path.read_text(), str(path))
+        with path.open() as file:
+            status = os.fstat(file.fileno())
+            if status.st_uid == os.geteuid() and status.st_mode & 0o077:
+                raise KeyExposed(path=str(path))
+            return parse_credential(file.read(), str(path))
     except FileNotFoundError:
         raise KeyMissing(path=str(path)) from None
     except (OSError, UnicodeDecodeError) as error:

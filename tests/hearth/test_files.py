@@ -1,4 +1,4 @@
-"""Atomic replacement of files."""
+"""Atomic replacement of files, and folders that one process uses."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hearth.files import write_atomically
+from hearth.files import locked_folder, write_atomically
 
 
 def test_atomic_write_replaces_the_file_and_sets_its_mode(tmp_path: Path) -> None:
@@ -23,3 +23,11 @@ def test_failed_write_keeps_the_old_file_only(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="state"):
         write_atomically(tmp_path / "state", "a folder is in its place")
     assert list(tmp_path.iterdir()) == [tmp_path / "state"]
+
+
+def test_locked_folder_is_closed_to_other_users(tmp_path: Path) -> None:
+    for folder in (tmp_path / "new" / "state", tmp_path / "known"):
+        if folder.name == "known":
+            folder.mkdir(mode=0o755)
+        with locked_folder(folder):
+            assert folder.stat().st_mode & 0o777 == 0o700

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from coordinator.serve.state import DurableFile
 from hearth.errors import BadRequest
 
-_NAME = re.compile(r"^[a-z0-9-]{1,32}$")
+_NAME = re.compile(r"[a-z0-9-]{1,32}")
 _APP = "app"  # the role of a key without an entry in `roles`
 
 
@@ -51,7 +51,7 @@ class KeyRegistry:
             return
         if public_key in known.revoked:
             raise BadRequest(reason=f"this key of the {self._holder} '{known.revoked[public_key]}' was revoked")
-        if not _NAME.match(name):
+        if not _NAME.fullmatch(name):
             reason = f"the {self._holder} name '{name}' may hold only a-z, 0-9 and -, at most 32 characters"
             raise BadRequest(reason=reason)
         if name in known.keys.values():
@@ -84,7 +84,7 @@ class KeyRegistry:
         new_keys = {
             key: name
             for key, name in theirs.keys.items()
-            if key not in all_revoked and key not in remaining and name not in remaining.values() and _NAME.match(name)
+            if key not in all_revoked and key not in remaining and name not in remaining.values() and _NAME.fullmatch(name)
         }
         if new_keys or new_revoked:
             new_roles = {key: role for key, role in theirs.roles.items() if key in new_keys}

@@ -203,8 +203,8 @@ class Replica:
             self.state = self._localised(SavedState.model_validate_json(growing.read_bytes()))
             growing.unlink()
         elif target.name in ("apps.json", "devices.json"):
-            write_atomically(target, growing.read_bytes(), durable=True)
-            write_atomically(target.with_name(f"{target.name}.bak"), growing.read_bytes(), durable=True)
+            write_atomically(target, growing.read_bytes(), private=True, durable=True)
+            write_atomically(target.with_name(f"{target.name}.bak"), growing.read_bytes(), private=True, durable=True)
             growing.unlink()
         else:
             growing.replace(target)

@@ -148,13 +148,12 @@ def test_valid_key_is_described_without_its_secret(tmp_path: Path) -> None:
     assert home.key not in finding.what
 
 
-def test_key_readable_by_others_is_a_warning(tmp_path: Path) -> None:
+def test_key_readable_by_others_is_a_problem(tmp_path: Path) -> None:
     save_credential(tmp_path / "key", new_home_key())
     (tmp_path / "key").chmod(0o644)
     finding, credential = doctor.check_key(tmp_path / "key")
-    assert finding.status == "warning"
-    assert finding.do == f"chmod 600 {tmp_path / 'key'}"
-    assert credential is not None
+    assert (finding.status, credential) == ("problem", None)
+    assert f"chmod 600 {tmp_path / 'key'}" in finding.do
 
 
 @pytest.mark.parametrize("content", [None, "hearth-home-1:cut-short", "nonsense"])

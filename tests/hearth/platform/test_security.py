@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import stat
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from support.contexts import zmq_context
 from support.servers import rpc_server
 from zmq.auth.base import Authenticator
 
-from hearth.errors import BadKey, HearthError, KeyExists, KeyMissing, NotAuthorised, Unreachable, WrongKey
+from hearth.errors import BadKey, HearthError, KeyExists, KeyExposed, KeyMissing, NotAuthorised, Unreachable, WrongKey
 from hearth.platform import curve
 from hearth.platform.curve import KeyPair, fingerprint, new_keypair, secure_server
 from hearth.platform.security import (
@@ -119,6 +120,24 @@ def test_token_stands_for_its_app_and_a_typing_error_is_noticed() -> None:
         with pytest.raises(BadKey) as raised:
             parse_token(damaged, app.coordinator_public)
         assert not damaged or damaged not in str(raised.value)
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o620, 0o640])
+def test_key_that_others_can_read_or_write_is_refused_with_the_remedy(mode: int, tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    save_credential(path, new_home_key())
+    path.chmod(mode)
+    with pytest.raises(KeyExposed, match=f"chmod 600 {path}"):
+        load_credential(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_key_of_another_owner_may_be_readable_by_a_group(tmp_path: Path) -> None:
+    path, key = tmp_path / "key", new_home_key()
+    save_credential(path, key)
+    path.chmod(0o440)
+    os.chown(path, 12345, 12345)
+    assert load_credential(path) == key
 
 
 def test_missing_key_error_names_the_command(tmp_path: Path) -> None:

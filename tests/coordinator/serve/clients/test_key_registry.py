@@ -14,7 +14,7 @@ def test_apps_are_admitted_revoked_and_persisted(tmp_path: Path) -> None:
     apps = KeyRegistry(tmp_path / "apps.json")
     apps.add("lamp", "k1")
     assert "k1" in KeyRegistry(tmp_path / "apps.json").current().keys
-    for bad in ("lamp", "Lamp", "", "a b", "x" * 33):
+    for bad in ("lamp", "Lamp", "x\n", "", "a b", "x" * 33):
         with pytest.raises(BadRequest):
             apps.add(bad, "k2")
     apps.revoke("lamp")
