@@ -202,7 +202,9 @@ class KeyExposed(HearthError, scope="request"):
 
     path: str
     summary = "Others than its owner can read the key at {path}."
-    advice = "Run `chmod 600 {path}`. If somebody has read it, replace it: `hearth key rotate`, or revoke the app or device."
+    advice = (
+        "Run `chmod 600 {path}`. If somebody has read it, replace it: `hearth key rotate`, or revoke the app or device."
+    )
 
 
 class KeyExists(HearthError, scope="request"):

@@ -22,7 +22,6 @@ from agent.daemon.store import ShardStore
 from agent.daemon.telemetry import TelemetryReader
 from hearth.errors import BadKey, HearthError
 from hearth.platform.asyncio_tools import cancel_all, supervised
-from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import AGENT_SERVICE, advertised
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.loop_gatekeeper import LoopGatekeeper
@@ -77,12 +76,12 @@ async def run_agent(settings: AgentSettings) -> None:
         stack.push_async_callback(server.close)
         stack.push_async_callback(daemon.close)
         if settings.advertise:
-            own = fingerprint(agent_keys.public)
             await stack.enter_async_context(
                 advertised(
-                    AGENT_SERVICE, server.port, own, secrets.token_hex(8), lambda: [current_address(settings.interface)]
+                    AGENT_SERVICE, server.port, agent_keys.public, secrets.token_hex(8),
+                    lambda: [current_address(settings.interface)],
                 )
-            )
+            )  # fmt: skip
         notifier = Notifier(os.environ)
         notifier.send("READY=1")
         log.info("%s is ready on %s, control port %d", settings.name, address, server.port)

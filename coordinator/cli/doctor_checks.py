@@ -243,7 +243,7 @@ async def check_network(
     `libraries`: this device's; its own agents, which have one of `own_addresses`, are compared with them.
     """
     coordinators: dict[str, DiscoveredService] = {}
-    home = fingerprint(security.coordinator_access(credential).server_public)
+    home = security.coordinator_access(credential).server_public
     browser = Browser(COORDINATOR_SERVICE, lambda found: coordinators.update({found.id: found}), mdns_interfaces)
     findings: list[CheckResult] = []
     try:
@@ -265,7 +265,7 @@ async def check_network(
         return [*findings, CheckResult("agents", "problem", what, do)]
     finally:
         await browser.stop()
-    return [*findings, check_coordinators([found for found in coordinators.values() if found.fingerprint == home])]
+    return [*findings, check_coordinators([found for found in coordinators.values() if found.is_of(home)])]
 
 
 def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now: float) -> list[CheckResult]:

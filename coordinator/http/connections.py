@@ -11,6 +11,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import h11
 import uvicorn
@@ -50,6 +51,7 @@ class Connections:
                     connection = _Connection(address[0])
                     self._open[connection] = None
                     connection.opening = asyncio.create_task(self._connect(connection, accepted))
+                    connection.opening.add_done_callback(partial(_close_unless_open, connection, accepted))
                 else:
                     accepted.close()
         finally:
@@ -87,6 +89,12 @@ class Connections:
             self._open.pop(connection, None)
         finally:
             connection.opening = None
+
+
+def _close_unless_open(connection: _Connection, accepted: socket.socket, _: object) -> None:
+    """After a handshake that failed, or that was given up, perhaps before it began."""
+    if connection.protocol is None:
+        accepted.close()
 
 
 class _Connection:

@@ -14,7 +14,6 @@ from coordinator.http.settings import HttpSettings
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import AppRevoked, BadKey, DeadlineExceeded, NotServing, QueueFull, WrongKey
 from hearth.platform.asyncio_tools import loop_time
-from hearth.platform.curve import fingerprint
 from hearth.platform.security import AppKey, parse_credential, parse_token
 from hearth.protocol import DEFAULT_DEPLOYMENT
 from hearth.wire import messages as wire
@@ -92,9 +91,9 @@ class Homes:
         self._doors: dict[str, _Door] = {}  # by address
 
     @property
-    def fingerprint(self) -> str:
-        """Of the coordinator's key; the same for all gateways of a home, and for as long as the home has its key."""
-        return fingerprint(self._own.coordinator_public)
+    def coordinator_public(self) -> str:
+        """The coordinator's public key: the same for all gateways of a home, and for as long as the home has its key."""
+        return self._own.coordinator_public
 
     @asynccontextmanager
     async def served(self, token: str | None, address: str = "") -> AsyncIterator[Served]:

@@ -68,7 +68,7 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
             _tell("warning: clients send their tokens unencrypted; use --tls, or this on a trusted network only")
         _tell(f"listening on {settings.scheme}://{bracketed(settings.host)}:{listening.getsockname()[1]}")
         fields = {"scheme": settings.scheme, **({"tls": certificate.fingerprint} if certificate is not None else {})}
-        async with _advertised(settings, listening, homes.fingerprint, fields):
+        async with _advertised(settings, listening, homes.coordinator_public, fields):
             server = uvicorn.Server(config)
             accepting = asyncio.create_task(Connections(server).accept(listening))
             stack.push_async_callback(cancel_all, [accepting])
@@ -80,11 +80,11 @@ def _tell(line: str) -> None:
 
 
 def _advertised(
-    settings: HttpSettings, listening: socket.socket, fingerprint: str, fields: Mapping[str, str]
+    settings: HttpSettings, listening: socket.socket, public_key: str, fields: Mapping[str, str]
 ) -> AbstractAsyncContextManager[None]:
-    """Advertise the gateway over mDNS, if others can reach it. `fingerprint`: of the home that it belongs to."""
+    """Advertise the gateway over mDNS, if others can reach it. `public_key`: of the home that it belongs to."""
     if not settings.advertise or settings.host in _LOOPBACK:
         return nullcontext()
     host, port = listening.getsockname()[:2]
     interfaces = settings.interfaces if host in _ALL_ADDRESSES else (host,)
-    return advertised(HTTP_SERVICE, port, fingerprint, secrets.token_hex(8), lambda: interfaces, fields)
+    return advertised(HTTP_SERVICE, port, public_key, secrets.token_hex(8), lambda: interfaces, fields)

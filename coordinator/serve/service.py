@@ -39,7 +39,6 @@ from coordinator.serve.state import Goal, StateFile, goal_from_json, keep_retryi
 from hearth.errors import AppRevoked, BadRequest, HearthError, NotServing, ProtocolMismatch
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.disk import hung_paths
 from hearth.platform.notify import Notifier
@@ -135,7 +134,7 @@ class Service:
             port = self._port
             await stack.enter_async_context(port.serving(self.handle))
             if self._settings.advertise:
-                own = fingerprint(self._trust.keypair.public)
+                own = self._trust.keypair.public
                 await stack.enter_async_context(
                     advertised(
                         COORDINATOR_SERVICE, port.port, own, secrets.token_hex(8), lambda: self._settings.interfaces

@@ -26,7 +26,6 @@ from hearth.errors import (
     WrongKey,
 )
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
-from hearth.platform.curve import fingerprint
 from hearth.platform.network import bracketed
 from hearth.platform.security import Access
 from hearth.wire import messages as wire
@@ -48,6 +47,8 @@ _GREETING_SECONDS = 1.0  # of one greeting in a search over mDNS; an answer take
 _PASSING = (Unreachable, ConnectionLost, DeadlineExceeded, NotServing)
 _AGAIN_SECONDS = 0.1
 _MAX_KNOWN = 8  # endpoints that are remembered from earlier searches; a home has one to three coordinators
+
+_Found = tuple[int, int, str]  # an endpoint: its turn, its number in the order of discovery, and itself
 
 
 class Connection:
@@ -185,14 +186,14 @@ class Connection:
                     return
                 await asyncio.sleep(_AGAIN_SECONDS)
 
-        async def greet_found(endpoints: asyncio.Queue[str]) -> None:
+        async def greet_found(endpoints: asyncio.PriorityQueue[_Found]) -> None:
             """Greet the endpoints of a queue in turn, until cancelled."""
             while True:
-                endpoint = await endpoints.get()
+                turn, number, endpoint = await endpoints.get()
                 error = await greet_endpoint(endpoint, min(deadline - loop_time(), _GREETING_SECONDS))
                 if isinstance(error, _PASSING):
                     await asyncio.sleep(_AGAIN_SECONDS)
-                    endpoints.put_nowait(endpoint)
+                    endpoints.put_nowait((turn + 1, number, endpoint))
 
         async with self._found_endpoints(present.endpoint if present is not None else None) as found:
             calls: list[Coroutine[Any, Any, object]]
@@ -220,31 +221,30 @@ class Connection:
         raise errors[0] if errors and self._given else self._not_found(timeout_seconds)
 
     @asynccontextmanager
-    async def _found_endpoints(self, present: str | None) -> AsyncIterator[asyncio.Queue[str]]:
+    async def _found_endpoints(self, present: str | None) -> AsyncIterator[asyncio.PriorityQueue[_Found]]:
         """A queue of the endpoints of this home's coordinators other than `present`: the known ones, then those of mDNS.
 
-        Empty if addresses were given.
+        The first address of each record comes before the second one of any. Empty if addresses were given.
         """
-        endpoints: asyncio.Queue[str] = asyncio.Queue()
+        endpoints: asyncio.PriorityQueue[_Found] = asyncio.PriorityQueue()
         if self._given:
             yield endpoints
             return
         from hearth.platform.discovery import COORDINATOR_SERVICE, Browser, DiscoveredService
 
         seen = {present}
-        own = fingerprint(self._access.server_public)
 
-        def add(endpoint: str) -> None:
+        def add(turn: int, endpoint: str) -> None:
             if endpoint not in seen:
                 seen.add(endpoint)
-                endpoints.put_nowait(endpoint)
+                endpoints.put_nowait((turn, len(seen), endpoint))
 
         def on_found(service: DiscoveredService) -> None:
-            for host in service.hosts if service.fingerprint == own else ():
-                add(_endpoint(host, service.port))
+            for turn, host in enumerate(service.hosts if service.is_of(self._access.server_public) else ()):
+                add(turn, _endpoint(host, service.port))
 
         for known in reversed(self._known):
-            add(known)
+            add(0, known)
         browser = Browser(COORDINATOR_SERVICE, on_found, self._interfaces)
         try:
             await browser.start()

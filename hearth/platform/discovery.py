@@ -1,12 +1,15 @@
 """mDNS discovery: advertise a service of this home, and find the services of others. zeroconf is imported on first use.
 
-A record contains a random id, the protocol version and a fingerprint of the home's public key for that role. It does not
-contain the host name.
+A record contains a random id, the protocol version, its addresses, a fingerprint of the server's public key, and a tag, keyed
+with that public key, of all this. Only members of the home know the public key, so that a stranger cannot make a record that
+counts for one of the home; the encrypted handshake proves the rest. A record does not contain the host name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import ipaddress
 import logging
 import secrets
@@ -17,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hearth.errors import BadSetting
 from hearth.platform.asyncio_tools import cancel_all, with_timeout
+from hearth.platform.curve import fingerprint
 from hearth.protocol import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
@@ -39,7 +43,8 @@ _CLOSE_SECONDS = 5.0  # for the last packets of a program that stops, which take
 _RESOLVE_MS = 3000  # timeout of a query for a service's address; it is repeated at the next announcement
 # Records that a browser keeps and looks up at the same time, at most; the oldest go first. Anyone on the network can send them.
 _MAX_RECORDS = 256
-_MAX_FIELD_BYTES = 64  # kept of one field of a record, whose sender is untrusted; Hearth's own fields are shorter
+_MAX_ADDRESSES = 4  # of a record: each is one more connection to try
+_MAX_FIELD_BYTES = 200  # kept of one field of a record, whose sender is untrusted; Hearth's own fields are shorter
 
 
 # Returns the local addresses to use, None for all. May raise BadSetting while there is none.
@@ -47,31 +52,47 @@ FindInterfaces: TypeAlias = "Callable[[], Sequence[str] | None]"
 
 
 class DiscoveredService(NamedTuple):
-    """One advertised service. `hosts` are its addresses, IPv4 first."""
+    """One advertised service. `hosts` are its addresses, the best one first."""
 
     id: str
     hosts: tuple[str, ...]
     port: int
     protocol: int
     fingerprint: str
+    tag: str = ""  # keyed with the server's public key; empty: made by somebody who does not know it
+
+    @classmethod
+    def of(
+        cls, public_key: str, record_id: str, hosts: Sequence[str], port: int, protocol: int = PROTOCOL_VERSION
+    ) -> DiscoveredService:
+        """The service of a server with this public key, which only members of its home know."""
+        content = "\n".join((record_id, str(port), str(protocol), *hosts))
+        tag = hashlib.blake2b(content.encode(), key=public_key.encode(), digest_size=16).hexdigest()
+        return cls(record_id, tuple(hosts), port, protocol, fingerprint(public_key), tag)
+
+    def is_of(self, public_key: str) -> bool:
+        """Whether somebody who knows this public key of the server has made the record."""
+        return hmac.compare_digest(self.tag, self.of(public_key, self.id, self.hosts, self.port, self.protocol).tag)
 
 
 @asynccontextmanager
 async def advertised(
     service: str,
     port: int,
-    fingerprint: str,
+    public_key: str,
     random_id: str,
     find_interfaces: FindInterfaces,
     further: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[None]:
-    """Advertise one service for the duration of the block, then withdraw it. `further` are fields of its record.
+    """Advertise one service for the duration of the block, then withdraw it.
+
+    `public_key`: that by which members of the home know the server. `further` are fields of its record.
 
     `find_interfaces` returns the local addresses that are used and advertised (None: all). It is called again every
     `_ADDRESS_POLL_SECONDS`: the network may come up later than this program, and addresses change. A failure is logged, and
     the next call tries again: other programs may know the address from their settings, without mDNS.
     """
-    record = _Record(service, port, fingerprint, random_id, further)
+    record = _Record(service, port, public_key, random_id, further)
     failures = _Failures(f"{service} cannot be advertised")
     try:
         await record.publish(find_interfaces())
@@ -105,19 +126,15 @@ class _Failures:
 class _Record:
     """An advertised record."""
 
-    def __init__(self, service: str, port: int, fingerprint: str, random_id: str, further: Mapping[str, str]) -> None:
+    def __init__(self, service: str, port: int, public_key: str, random_id: str, further: Mapping[str, str]) -> None:
         self._further = further
         self._service = service
         self._port = port
-        self._fingerprint = fingerprint
-        self._use_id(random_id)
+        self._public_key = public_key
+        self._random_id = random_id
         self._zeroconf: AsyncZeroconf | None = None
         self._announcing: asyncio.Future[None] | None = None  # sends the announcements
         self._addresses: list[str] = []
-
-    def _use_id(self, random_id: str) -> None:
-        self._random_id = random_id
-        self._properties = {"id": random_id, "v": str(PROTOCOL_VERSION), "fp": self._fingerprint, **self._further}
 
     async def publish(self, interfaces: Sequence[str] | None) -> None:
         """Advertise these addresses instead of the earlier ones. Raises asyncio.TimeoutError, and OSError without a network.
@@ -127,14 +144,18 @@ class _Record:
         from zeroconf.asyncio import AsyncServiceInfo
 
         addresses = _addresses_of(interfaces)
+        record = DiscoveredService.of(self._public_key, self._random_id, addresses[:_MAX_ADDRESSES], self._port)
         info = AsyncServiceInfo(
             self._service,
             f"{self._random_id}.{self._service}",
             port=self._port,
-            properties=self._properties,
+            properties={
+                "id": record.id, "v": str(record.protocol), "fp": record.fingerprint, "a": ",".join(record.hosts),
+                "t": record.tag, **self._further,
+            },
             server=f"{self._random_id}.local.",
             parsed_addresses=addresses,
-        )
+        )  # fmt: skip
         await self.withdraw()
         zeroconf = self._zeroconf = _open_zeroconf(interfaces)
 
@@ -150,7 +171,7 @@ class _Record:
                 interfaces = find_interfaces()
                 if _addresses_of(interfaces) != self._addresses:
                     before = ", ".join(self._addresses) or "no address"
-                    self._use_id(secrets.token_hex(8))  # others may still hold the addresses of the old name
+                    self._random_id = secrets.token_hex(8)  # others may still hold the addresses of the old name
                     await self.publish(interfaces)
                     log.info("now advertised at %s instead of %s", ", ".join(self._addresses), before)
                 failures.end()
@@ -322,11 +343,12 @@ def _parse_record(info: AsyncServiceInfo) -> DiscoveredService | None:
         key.decode(errors="replace"): (value or b"")[:_MAX_FIELD_BYTES].decode(errors="replace")
         for key, value in (info.properties or {}).items()
     }
-    if not info.port or not fields.get("v", "").isdigit() or not fields.get("id") or "fp" not in fields:
+    if not info.port or not fields.get("v", "").isdigit() or not {"id", "fp", "a", "t"} <= fields.keys():
         return None
-    addresses = sorted(
-        set(info.parsed_addresses()), key=lambda text: (ipaddress.ip_address(text.split("%")[0]).version, text)
-    )
-    if not addresses:
+    hosts = tuple(fields["a"].split(","))[:_MAX_ADDRESSES]
+    try:
+        for host in hosts:
+            ipaddress.ip_address(host)
+    except ValueError:
         return None
-    return DiscoveredService(fields["id"], tuple(addresses), info.port, int(fields["v"]), fields["fp"])
+    return DiscoveredService(fields["id"], hosts, info.port, int(fields["v"]), fields["fp"], fields["t"])

@@ -23,7 +23,6 @@ from hearth.client import connection as connection_module
 from hearth.client import sync
 from hearth.client.connection import Connection
 from hearth.client.home import AsyncHome, _Repeats
-from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.security import Access, HomeKey, derive_keypair, new_home_key
 from hearth.wire import messages as wire
@@ -69,12 +68,12 @@ async def coordinator(
 
 
 def record(port: int) -> Any:
-    """Advertise a coordinator of this home at this port, as anybody on the network can."""
-    own = fingerprint(access().server_public)
+    """Advertise a coordinator of this home at this port, as everybody can who has a key of the home."""
+    own = access().server_public
     return advertised(COORDINATOR_SERVICE, port, own, secrets.token_hex(8), lambda: LOOPBACK)
 
 
-async def test_forged_records_mislead_no_client() -> None:
+async def test_records_that_lead_nowhere_mislead_no_client() -> None:
     async with AsyncExitStack() as stack:
         silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         other_home = await stack.enter_async_context(coordinator(new_home_key()))

@@ -84,7 +84,10 @@ class KeyRegistry:
         new_keys = {
             key: name
             for key, name in theirs.keys.items()
-            if key not in all_revoked and key not in remaining and name not in remaining.values() and _NAME.fullmatch(name)
+            if key not in all_revoked
+            and key not in remaining
+            and name not in remaining.values()
+            and _NAME.fullmatch(name)
         }
         if new_keys or new_revoked:
             new_roles = {key: role for key, role in theirs.roles.items() if key in new_keys}

@@ -31,7 +31,6 @@ from coordinator.serve.state import StateFile
 from hearth.client.connection import endpoints_of
 from hearth.errors import AgentBusy, ConnectionLost, HearthError, NotServing, Unreachable
 from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
-from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, Browser
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.network import bracketed, refuses_connections
@@ -167,11 +166,11 @@ class Standby:
     def _endpoints(self) -> list[str]:
         if self._leaders:
             return [endpoint for address in self._leaders for endpoint in endpoints_of(address)]
-        own = fingerprint(self._access.server_public)
+        own = self._access.server_public
         found = [
             f"tcp://{bracketed(service.hosts[0])}:{service.port}"
             for service in (self._browser.services.values() if self._browser is not None else ())
-            if service.fingerprint == own
+            if service.is_of(own)
         ]
         return list(dict.fromkeys(filter(None, [self._leader_endpoint, *found])))
 

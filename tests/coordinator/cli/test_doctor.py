@@ -20,7 +20,7 @@ from coordinator.cli.app import app
 from coordinator.cli.doctor_checks import ProgramOutput
 from coordinator.devices.registry import Device
 from hearth.errors import ProtocolMismatch
-from hearth.platform.curve import fingerprint, new_keypair
+from hearth.platform.curve import new_keypair
 from hearth.platform.discovery import COORDINATOR_SERVICE, DiscoveredService, advertised
 from hearth.platform.network import Interface
 from hearth.platform.security import coordinator_access, new_home_key, save_credential
@@ -228,7 +228,7 @@ def test_coordinators_of_the_same_home_are_detected_by_mdns() -> None:
     async def look() -> list[doctor.CheckResult]:
         async with AsyncExitStack() as stack:
             for key, port in ((home, 40001), (home, 40002), (other, 40003)):
-                public = fingerprint(coordinator_access(key).server_public)
+                public = coordinator_access(key).server_public
                 await stack.enter_async_context(
                     advertised(COORDINATOR_SERVICE, port, public, f"doctor-test-{port}", lambda: ["127.0.0.1"])
                 )

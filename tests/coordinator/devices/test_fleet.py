@@ -19,7 +19,7 @@ from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import MAX_DEAD_SECONDS, RECONNECT_SECONDS, Device
 from hearth.errors import DeviceLost
 from hearth.platform.asyncio_tools import loop_time
-from hearth.platform.curve import KeyPair, fingerprint, new_keypair
+from hearth.platform.curve import KeyPair, new_keypair
 from hearth.platform.discovery import Browser, DiscoveredService
 from hearth.platform.security import Access
 from hearth.protocol import (
@@ -27,7 +27,6 @@ from hearth.protocol import (
     DEAD_SECONDS,
     HEARTBEAT_SECONDS,
     LEASE_SECONDS,
-    PROTOCOL_VERSION,
     STANDBY_LEASE_SECONDS,
 )
 from hearth.wire import messages as wire
@@ -237,11 +236,11 @@ async def test_device_that_is_silent_when_its_agent_starts_again_is_lost(
 
 
 async def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anyone on the network can advertise agents with the fingerprint of this home."""
+    """Everybody who has a key of this home can advertise agents."""
     monkeypatch.setattr(connections, "_MAX_SILENT_CONNECTIONS", 8)
     monkeypatch.setattr(connections, "_TURN_SECONDS", 0.2)
     monkeypatch.setattr(connections, "_TURN_CHECK_SECONDS", 0.05)
-    records = [DiscoveredService(f"{n}", ("127.0.0.9",), 10_000 + n, 2, fingerprint(AGENT.public)) for n in range(80)]
+    records = [DiscoveredService.of(AGENT.public, f"{n}", ("127.0.0.9",), 10_000 + n) for n in range(80)]
     monkeypatch.setattr(Browser, "start", _no_network)
     monkeypatch.setattr(Browser, "stop", _no_network)
 
@@ -250,7 +249,7 @@ async def test_forged_records_neither_use_up_sockets_nor_keep_a_real_agent_out(m
         async with Fleet(access, None, static_devices=f"127.0.0.1:{static_port}") as fleet:
             for record in records:
                 fleet._connections.on_discovered(record)
-            real = DiscoveredService("real", ("127.0.0.1",), port, 2, fingerprint(AGENT.public))
+            real = DiscoveredService.of(AGENT.public, "real", ("127.0.0.1",), port)
             fleet._connections._browser.services["real"] = real
             while not any(device.port == port for device in fleet.devices.values()):
                 assert len(fleet._connections.by_address) <= 8 + 2
@@ -263,7 +262,14 @@ async def _no_network(self: Browser) -> None:
 
 
 def found_at(port: int) -> DiscoveredService:
-    return DiscoveredService(f"record-{port}", ("127.0.0.1",), port, PROTOCOL_VERSION, fingerprint(AGENT.public))
+    return DiscoveredService.of(AGENT.public, f"record-{port}", ("127.0.0.1",), port)
+
+
+async def test_record_of_a_stranger_is_no_candidate() -> None:
+    """It shows the fingerprint of this home, which everybody can read."""
+    async with Fleet(Access(COORDINATOR, AGENT.public), "test", browse=False) as fleet:
+        fleet._connections.on_discovered(found_at(4711)._replace(hosts=("127.0.0.9",)))
+        assert not fleet._connections.by_address
 
 
 async def test_agents_are_found_while_another_one_has_only_said_hello(agent: FakeAgent) -> None:

@@ -15,6 +15,7 @@ from zeroconf._cache import DNSCache
 from hearth.client.connection import endpoints_of
 from hearth.errors import BadSetting
 from hearth.platform import discovery
+from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import (
     AGENT_SERVICE,
     COORDINATOR_SERVICE,
@@ -60,11 +61,25 @@ async def browsing(**options: bool) -> AsyncIterator[Callable[[int], Awaitable[D
 async def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
     async with (
         browsing() as found,
-        advertised(AGENT_SERVICE, 4711, "f" * 16, "1234abcd", lambda: ["127.0.0.1"]),
-        advertised(COORDINATOR_SERVICE, 4712, "e" * 16, "5678abcd", lambda: ["127.0.0.1"]),
+        advertised(AGENT_SERVICE, 4711, "one key", "1234abcd", lambda: ["127.0.0.1"]),
+        advertised(COORDINATOR_SERVICE, 4712, "another key", "5678abcd", lambda: ["127.0.0.1"]),
     ):
         service = await found(4711)
-        assert service == DiscoveredService("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, "f" * 16)
+        assert service[:-1] == ("1234abcd", ("127.0.0.1",), 4711, PROTOCOL_VERSION, fingerprint("one key"))
+        assert service.is_of("one key")
+        assert "one key" not in str(service)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"id": "other"}, {"hosts": ("10.0.0.9",)}, {"hosts": ("10.0.0.1", "10.0.0.9")}, {"port": 1}, {"protocol": 1},
+     {"tag": ""}, {"tag": "0" * 32}],
+)  # fmt: skip
+def test_record_that_was_made_or_changed_without_the_key_is_of_nobody(change: dict[str, Any]) -> None:
+    record = DiscoveredService.of("key", "id", ("10.0.0.1",), 4711)
+    assert record.is_of("key")
+    assert not record.is_of("other key")
+    assert not record._replace(**change).is_of("key")
 
 
 async def test_address_that_changes_is_advertised_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +89,7 @@ async def test_address_that_changes_is_advertised_again(monkeypatch: pytest.Monk
 
     async with (
         browsing() as found,
-        advertised(AGENT_SERVICE, 4713, "d" * 16, "90abcdef", lambda: list(addresses)),
+        advertised(AGENT_SERVICE, 4713, "key", "90abcdef", lambda: list(addresses)),
     ):
         assert (await found(4713)).hosts == ("127.0.0.1",)
         addresses[:] = ["127.0.0.2"]
@@ -98,7 +113,7 @@ async def test_without_a_network_mdns_is_tried_again_and_the_reason_logged_once(
     monkeypatch.setattr(discovery, "_open_zeroconf", open_later)
     async with (
         browsing(follow_addresses=True) as found,
-        advertised(AGENT_SERVICE, 4715, "d" * 16, "90abcdef", lambda: ["127.0.0.2"]),
+        advertised(AGENT_SERVICE, 4715, "key", "90abcdef", lambda: ["127.0.0.2"]),
     ):
         await found(4715)
     told = [record.getMessage() for record in caplog.records if record.name == discovery.log.name]
@@ -132,7 +147,7 @@ async def test_addresses_that_could_not_be_advertised_are_advertised_later(monke
 
     monkeypatch.setattr(discovery._Record, "publish", publish)
     addresses = ["127.0.0.1"]
-    async with advertised(AGENT_SERVICE, 4714, "d" * 16, "90abcdef", lambda: list(addresses)):
+    async with advertised(AGENT_SERVICE, 4714, "key", "90abcdef", lambda: list(addresses)):
         addresses[:] = ["10.0.0.2"]
         await until("the other address", lambda: len(published) == 2, 20)
     assert published == [["127.0.0.1"], ["10.0.0.2"]]
@@ -177,7 +192,7 @@ async def test_service_that_cannot_be_announced_in_time_is_announced_later(monke
     monkeypatch.setattr(discovery, "_CLOSE_SECONDS", 0.01)
     monkeypatch.setattr(discovery, "_open_zeroconf", lambda interfaces: Mdns())
 
-    async with advertised(AGENT_SERVICE, 4714, "d" * 16, "90abcdef", lambda: ["127.0.0.1"]):
+    async with advertised(AGENT_SERVICE, 4714, "key", "90abcdef", lambda: ["127.0.0.1"]):
         await until("a second attempt", lambda: len(announced) == 2)
 
 

@@ -25,10 +25,8 @@ from coordinator.serve.standby.standby import Standby
 from hearth.errors import NotServing
 from hearth.platform import discovery
 from hearth.platform.asyncio_tools import cancel_all
-from hearth.platform.curve import fingerprint
 from hearth.platform.discovery import COORDINATOR_SERVICE, DiscoveredService
 from hearth.platform.security import HomeKey, derive_keypair, new_home_key
-from hearth.protocol import PROTOCOL_VERSION
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Caller, Reply, Response
 
@@ -91,10 +89,10 @@ async def leading(
 async def test_forged_records_do_not_keep_a_standby_from_its_leader(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Anyone on the network can advertise coordinators with the fingerprint of this home."""
+    """Everybody who has a key of this home can advertise coordinators."""
     monkeypatch.setattr(module, "_CONNECT_SECONDS", 1.0)
     home = new_home_key()
-    own = fingerprint(derive_keypair(home.key_bytes(), "coordinator").public)
+    own = derive_keypair(home.key_bytes(), "coordinator").public
     records: dict[str, DiscoveredService] = {}
     num_followed = 0
 
@@ -113,7 +111,7 @@ async def test_forged_records_do_not_keep_a_standby_from_its_leader(
     with socket.create_server(("127.0.0.1", 0), backlog=128) as silent:
         async with leading(home, state) as leader_port, standby_of(home, tmp_path) as standby:
             for port in (silent.getsockname()[1], *range(1, 40), leader_port):  # none listens at the ports up to 39
-                records[str(port)] = DiscoveredService(str(port), ("127.0.0.1",), port, PROTOCOL_VERSION, own)
+                records[str(port)] = DiscoveredService.of(own, str(port), ("127.0.0.1",), port)
             async with running(standby):
                 await until("the leader", lambda: "kitchen" in standby.state, seconds=20)
                 records.clear()  # as when forged records have displaced it
