@@ -20,7 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from coordinator.http import watching
 from coordinator.http.answer_stream import while_connected
-from coordinator.http.bodies import Bodies
 from coordinator.http.failures import Failure, failure, unknown_model
 from coordinator.http.homes import Homes, shown_name
 from coordinator.http.ollama import embeddings as ollama_embeddings
@@ -29,7 +28,7 @@ from coordinator.http.openai.chat import chat_completion
 from coordinator.http.openai.completions import completion
 from coordinator.http.openai.embeddings import embeddings
 from coordinator.http.openai.responses import response
-from coordinator.http.request import Answer, Call, EventStream, Handler
+from coordinator.http.request import Answer, Bodies, Call, EventStream, Handler
 from coordinator.http.settings import LOCAL_SUFFIXES
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import with_timeout
@@ -141,8 +140,8 @@ class _Guard:
                 return
             token = _token(request)
             async with self._homes.served(token, request.client.host if request.client else "") as served:
-                with self._bodies.of(token) as body:
-                    scope.setdefault("state", {}).update(served=served, body=body)
+                with self._bodies.of(token) as read:
+                    scope.setdefault("state", {}).update(served=served, read=read)
                     await self._app(scope, receive, send)
         except (Failure, HearthError) as error:
             await _failed(request, error)(scope, receive, send)
@@ -183,7 +182,7 @@ def _token(request: Request) -> str:
 
 def _endpoint(handler: Handler) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        body = await request.state.body.read(request) if request.method == "POST" else None
+        body = await request.state.read(request) if request.method == "POST" else None
         answer = await handler(Call(request.state.served, request.receive, body, request.path_params))
         if isinstance(answer, EventStream):
             return await _streamed(request, answer)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import from_json
+from starlette.requests import Request
 
 from coordinator.http.answer_stream import Receive
 from coordinator.http.failures import Failure, unknown_model, unsupported
@@ -15,6 +19,11 @@ from hearth.client.home import AsyncHome
 from hearth.errors import NotServing
 from hearth.wire import messages as wire
 
+MAX_BODY_BYTES = 8 << 20  # a chat that fills the longest contexts has a tenth of it
+# Of requests that have not ended: a body and what is made of it stay in memory as long.
+MAX_BYTES_OF_TOKEN, MAX_BYTES = 12 << 20, 32 << 20
+# In a body. A chat of a hundred messages with a hundred tools has some thousands.
+MAX_VALUES = 1 << 16
 _READY_SECONDS = 5.0  # for a home that is not ready now: one that has lost a device plans again within a second or two
 _ANSWER_SECONDS = 3600.0  # longest answer; a client that goes away ends it
 
@@ -119,3 +128,66 @@ class Call(NamedTuple):
 
 Answer = dict[str, Any] | EventStream
 Handler = Callable[[Call], Awaitable[Answer]]
+
+
+# ---- how much a body may hold ------------------------------------------------------------------------------------------
+
+
+class Bodies:
+    """Counts the bytes of the bodies of all requests that have not ended, by token."""
+
+    def __init__(self) -> None:
+        self._of_token: Counter[str] = Counter()
+
+    @contextmanager
+    def of(self, token: str) -> Iterator[Callable[[Request], Awaitable[object]]]:
+        """A function that reads the body of a request, as `_read` does. Its bytes count until the end of the block."""
+        num_held = 0
+
+        def hold(num_bytes: int) -> None:
+            """Count a body with so many bytes so far. Raises Failure."""
+            nonlocal num_held
+            more = max(num_bytes - num_held, 0)
+            if num_bytes > MAX_BODY_BYTES:
+                raise Failure(413, f"The body has more than {MAX_BODY_BYTES} bytes.")
+            if self._of_token[token] + more > MAX_BYTES_OF_TOKEN:
+                reason = f"The requests of this token that run have more than {MAX_BYTES_OF_TOKEN} bytes."
+                raise Failure(429, reason, "rate_limit_error", code="too_many_bytes")
+            if self._of_token.total() + more > MAX_BYTES:
+                raise Failure(503, f"The requests that run have more than {MAX_BYTES} bytes.", "server_error")
+            self._of_token[token] += more
+            num_held += more
+
+        try:
+            yield lambda request: _read(request, hold)
+        finally:
+            self._of_token[token] -= num_held
+            self._of_token += Counter()  # without tokens that hold nothing
+
+
+async def _read(request: Request, hold: Callable[[int], None]) -> object:
+    """The JSON value. Raises Failure if it is no JSON, is too large or holds too much, or if too much is sent at once."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal():
+        hold(int(declared))  # not read at all, if it is too much
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        hold(len(body))
+    if num_values(body) > MAX_VALUES:
+        raise Failure(413, f"The body has more than {MAX_VALUES} values.")
+    try:
+        value: object = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Failure(400, f"The body is not valid JSON: {error}.") from None
+    return value
+
+
+def num_values(text: bytes | bytearray) -> int:
+    """An upper limit of the number of values and names in a JSON text, which builds none of them."""
+    plain = text.replace(rb"\\", b"").replace(rb"\"", b"")  # without what is escaped in a string
+    num_strings = plain.count(b'"') // 2
+    if num_strings > MAX_VALUES:
+        return num_strings
+    outside = b"".join(plain.split(b'"')[::2])
+    return 1 + num_strings + sum(outside.count(mark) for mark in (b",", b"[", b"{"))

@@ -1,4 +1,9 @@
-"""Runs the application in uvicorn: listens, serves, and closes its connections to the coordinator at the end."""
+"""Runs the application in uvicorn: listens, serves, and closes its connections to the coordinator at the end.
+
+uvicorn closes a connection without a request only after an answer. A client that sends half a request, or nothing, or that
+does not read its answer, would keep one of the gateway's connections for ever, so that they have deadlines here. Where there
+are too many, the oldest one without a complete request makes room. A connection counts from before its TLS handshake.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +12,15 @@ import logging
 import secrets
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from functools import partial
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from coordinator.http.app import MAX_HEADER_BYTES, http_app
-from coordinator.http.connections import BoundedProtocol, Connections
 from coordinator.http.homes import Homes
 from coordinator.http.settings import HttpSettings
 from hearth.errors import HearthError
@@ -21,6 +28,14 @@ from hearth.platform.asyncio_tools import cancel_all
 from hearth.platform.discovery import HTTP_SERVICE, advertised
 from hearth.platform.network import bracketed, listening_socket
 
+log = logging.getLogger(__name__)
+
+ARRIVAL_SECONDS = 30.0  # for a whole request, from the connection or from its first byte on: 8 MiB at 2.2 Mbit/s
+UNREAD_SECONDS = 60.0  # for which a client may leave 64 KiB of its answer unread, besides what the kernel holds
+MAX_CONNECTIONS = 512
+MAX_CONNECTIONS_OF_ADDRESS = 128
+HANDSHAKE_SECONDS = 5.0  # of TLS
+_NO_DESCRIPTOR_SECONDS = 0.1  # to wait after an error of accepting, such as too many open files
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _IDLE_SECONDS = 30  # after an answer, for the next request to begin; the first one has ARRIVAL_SECONDS
@@ -88,3 +103,152 @@ def _advertised(
     host, port = listening.getsockname()[:2]
     interfaces = settings.interfaces if host in _ALL_ADDRESSES else (host,)
     return advertised(HTTP_SERVICE, port, public_key, secrets.token_hex(8), lambda: interfaces, fields)
+
+
+# ---- connections -------------------------------------------------------------------------------------------------------
+
+
+class Connections:
+    """Accepts connections of a listening socket for a server of uvicorn, which is told of no socket itself."""
+
+    def __init__(self, server: uvicorn.Server) -> None:
+        self._server = server
+        self._open: dict[_Connection, None] = {}  # the oldest first
+
+    async def accept(self, listening: socket.socket) -> None:
+        """Accept connections until cancelled, which ends handshakes and leaves connections to the server."""
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    accepted, address = await loop.sock_accept(listening)
+                except OSError as error:
+                    log.warning("a connection cannot be accepted: %s", error)
+                    await asyncio.sleep(_NO_DESCRIPTOR_SECONDS)
+                    continue
+                if not self._server.should_exit and self._has_room(address[0]):
+                    connection = _Connection(address[0])
+                    self._open[connection] = None
+                    connection.opening = asyncio.create_task(self._connect(connection, accepted))
+                    connection.opening.add_done_callback(partial(_close_unless_open, connection, accepted))
+                else:
+                    accepted.close()
+        finally:
+            await cancel_all([each.opening for each in self._open if each.opening is not None])
+
+    def _has_room(self, address: str) -> bool:
+        """Whether one more connection of this address may be open, if need be in place of an older one."""
+        crowded = [each for each in self._open if each.address == address]
+        if len(crowded) < MAX_CONNECTIONS_OF_ADDRESS:
+            crowded = list(self._open)
+            if len(crowded) < MAX_CONNECTIONS:
+                return True
+        oldest = next((each for each in crowded if each.awaits_request), None)
+        if oldest is None:
+            return False
+        del self._open[oldest]
+        oldest.abort()
+        return True
+
+    async def _connect(self, connection: _Connection, accepted: socket.socket) -> None:
+        config = self._server.config
+        loop = asyncio.get_running_loop()
+
+        def make_protocol() -> BoundedProtocol:
+            protocol = BoundedProtocol(config=config, server_state=self._server.server_state, app_state={})
+            protocol.on_lost = lambda: self._open.pop(connection, None)
+            return protocol
+
+        try:
+            _, connection.protocol = await loop.connect_accepted_socket(
+                make_protocol, accepted, ssl=config.ssl,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS if config.ssl is not None else None,
+            )  # fmt: skip
+        except OSError:  # of the handshake; also an SSLError, and a ConnectionError
+            self._open.pop(connection, None)
+        finally:
+            connection.opening = None
+
+
+def _close_unless_open(connection: _Connection, accepted: socket.socket, _: object) -> None:
+    """After a handshake that failed, or that was given up, perhaps before it began."""
+    if connection.protocol is None:
+        accepted.close()
+
+
+class _Connection:
+    """A connection that was accepted. Its protocol is there once its handshake has ended."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.opening: asyncio.Task[None] | None = None
+        self.protocol: BoundedProtocol | None = None
+
+    @property
+    def awaits_request(self) -> bool:
+        """Whether no complete request of it is being answered."""
+        return self.protocol is None or self.protocol.awaits_request
+
+    def abort(self) -> None:
+        if self.protocol is not None:
+            self.protocol.transport.abort()
+        elif self.opening is not None:
+            self.opening.cancel()
+
+
+class BoundedProtocol(H11Protocol):
+    """One connection. It is closed if a request takes too long to arrive, or an answer to be read."""
+
+    _arrival: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    on_lost: Callable[[], object] | None = None
+
+    @property
+    def awaits_request(self) -> bool:
+        """Whether a part of a request is missing."""
+        return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch_arrival()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_arrival()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:  # the next request has begun
+            self._watch_arrival()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_arrival()
+        self._stop_unread()
+        if self.on_lost is not None:
+            self.on_lost()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._stop_unread()
+        super().resume_writing()
+
+    def _watch_arrival(self) -> None:
+        """Keep a deadline while a part of a request is missing."""
+        if not self.awaits_request:
+            self._stop_arrival()
+        elif self._arrival is None:
+            self._arrival = self.loop.call_later(ARRIVAL_SECONDS, self.transport.abort)
+
+    def _stop_arrival(self) -> None:
+        if self._arrival is not None:
+            self._arrival.cancel()
+            self._arrival = None
+
+    def _stop_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None

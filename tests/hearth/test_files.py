@@ -26,8 +26,7 @@ def test_failed_write_keeps_the_old_file_only(tmp_path: Path) -> None:
 
 
 def test_locked_folder_is_closed_to_other_users(tmp_path: Path) -> None:
+    (tmp_path / "known").mkdir(mode=0o755)
     for folder in (tmp_path / "new" / "state", tmp_path / "known"):
-        if folder.name == "known":
-            folder.mkdir(mode=0o755)
         with locked_folder(folder):
             assert folder.stat().st_mode & 0o777 == 0o700

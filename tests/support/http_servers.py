@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import uvicorn
 
-from coordinator.http.connections import BoundedProtocol, Connections
 from coordinator.http.homes import Served
+from coordinator.http.server import BoundedProtocol, Connections
 from hearth.client.answers import AsyncGeneration, Token, Usage
 from hearth.client.home import Result
 from hearth.errors import AppRevoked, HearthError

@@ -18,7 +18,7 @@ from support.http_servers import READY, ScriptedHome, ScriptedHomes
 
 from coordinator.http import homes
 from coordinator.http.app import MAX_HEADER_BYTES, http_app
-from coordinator.http.bodies import MAX_BODY_BYTES
+from coordinator.http.request import MAX_BODY_BYTES
 from hearth.errors import AppRevoked, QueueFull, StepFailed
 from hearth.platform.curve import new_keypair
 from hearth.platform.security import AppKey, format_credential

@@ -16,7 +16,7 @@ pytest.importorskip("uvicorn")
 
 from support.http_servers import served
 
-from coordinator.http import connections
+from coordinator.http import server
 
 LIMIT_SECONDS = 30.0  # that only failures reach
 GONE: list[str] = []  # how endless answers ended
@@ -63,14 +63,14 @@ async def received(port: int, *pieces: bytes) -> bytes:
 async def test_request_that_does_not_arrive_ends_its_connection(
     monkeypatch: pytest.MonkeyPatch, pieces: tuple[bytes, ...], num_answers: int
 ) -> None:
-    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.2)
+    monkeypatch.setattr(server, "ARRIVAL_SECONDS", 0.2)
 
     async with served(app) as port:
         assert (await received(port, *pieces)).count(b"200 OK") == num_answers
 
 
 async def test_slow_but_whole_requests_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", LIMIT_SECONDS)
+    monkeypatch.setattr(server, "ARRIVAL_SECONDS", LIMIT_SECONDS)
 
     async with served(app) as port:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -83,7 +83,7 @@ async def test_slow_but_whole_requests_are_answered(monkeypatch: pytest.MonkeyPa
 
 
 async def test_answer_that_nobody_reads_ends_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(server, "UNREAD_SECONDS", 0.2)
     GONE.clear()
 
     async with served(app) as port:
@@ -98,8 +98,8 @@ async def test_answer_that_nobody_reads_ends_its_connection(monkeypatch: pytest.
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS_OF_ADDRESS", 8)
-    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 12)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS_OF_ADDRESS", 8)
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 12)
 
 
 def opened(port: int, count: int, address: str = "127.0.0.1") -> list[socket.socket]:
@@ -165,7 +165,7 @@ async def test_tls_handshakes_count_and_end(monkeypatch: pytest.MonkeyPatch, tmp
         writer.close()
         for each in silent:
             each.close()
-    monkeypatch.setattr(connections, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(server, "HANDSHAKE_SECONDS", 0.2)
     async with served(app, context) as port:
         silent = opened(port, 2)
         await until_closed(silent, silent)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -72,22 +71,18 @@ def test_special_tokens_in_contents_can_be_wanted(tmp_path: Path) -> None:
     assert special(tmp_path, ids).count("<|assistant|>") == 2
 
 
-@pytest.mark.parametrize("where", ["tool", "arguments", "result", "option"])
-def test_special_token_in_tools_results_and_options_is_text(where: str, tmp_path: Path) -> None:
+def test_special_token_in_tools_results_and_options_is_text(tmp_path: Path) -> None:
     tokenizer = chat_tokenizer(tmp_path, TOOL_TEMPLATE + "{{ note }}")
 
     def chat(text: str) -> list[int]:
-        given: dict[str, Any] = dict.fromkeys(("tool", "arguments", "result", "option"), "x") | {where: text}
-        call = {"id": "1", "function": {"name": "f", "arguments": json.dumps({given["arguments"]: given["arguments"]})}}
-        messages = [
-            user("hi"), chat_message({"role": "assistant", "content": "", "tool_calls": [call]}),
-            ChatMessage(role="tool", content=given["result"], tool_call_id="1"),
-        ]  # fmt: skip
-        tool = {"type": "function", "function": {"name": "f", "description": given["tool"]}}
-        return tokenizer.encode_chat(messages, [json.dumps(tool)], {"note": given["option"]})
+        call = {"id": "1", "function": {"name": "f", "arguments": json.dumps({text: [text]})}}
+        asked = chat_message({"role": "assistant", "content": "", "tool_calls": [call]})
+        tool = {"type": "function", "function": {"name": "f", "description": text}}
+        messages = [user("hi"), asked, ChatMessage(role="tool", content=text, tool_call_id="1")]
+        return tokenizer.encode_chat(messages, [json.dumps(tool)], {"note": text})
 
     assert special(tmp_path, chat(HOSTILE)) == special(tmp_path, chat("plain"))
-    assert HOSTILE in shown(tmp_path, chat(HOSTILE))
+    assert shown(tmp_path, chat(HOSTILE)).count(HOSTILE) == 5
 
 
 def test_reasoning_in_a_content_keeps_its_marks(tmp_path: Path) -> None:
@@ -108,9 +103,7 @@ def test_contents_without_special_tokens_have_the_tokens_of_the_rendered_text(tm
     def contents(texts: list[str]) -> None:
         if any(each in text for each in SPECIAL for text in texts):
             return
-        expected = [
-            token_id for text in texts for token_id in library.encode(f"{text}</s>", add_special_tokens=False).ids
-        ]
-        assert tokenizer.encode_chat(list(map(user, texts))) == expected
+        whole = "".join(f"{text}</s>" for text in texts)
+        assert tokenizer.encode_chat(list(map(user, texts))) == library.encode(whole, add_special_tokens=False).ids
 
     contents()
