@@ -14,6 +14,7 @@ pytest.importorskip("psutil")
 
 from agent.daemon.config import AgentSettings, add_arguments, load_agent_settings
 from hearth.errors import BadSetting
+from hearth.files import write_atomically
 
 
 def settings_of(flags: list[str], **environ: str) -> AgentSettings:
@@ -57,7 +58,7 @@ def test_agent_reports_a_missing_or_damaged_key_without_a_traceback(
 ) -> None:
     path = tmp_path / "key"
     if key is not None:
-        path.write_text(key)
+        write_atomically(path, key, private=True)
     command = [sys.executable, "-m", "agent.daemon.main", "--state-dir", str(tmp_path), "--store-dir", str(tmp_path)]
     done = subprocess.run([*command, "--key-path", str(path)], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 1

@@ -28,7 +28,9 @@ VALUES = {
     "speculate": "off",
 }  # fmt: skip
 OTHER_NAMES = {"name_as": "--as"}  # of options whose parameter has another name
-FLAGS = {"no_congestion", "no_kv_copies", "shared_prefixes", "deterministic", "no_learn", "compare", "pin"}
+FLAGS = {
+    "no_congestion", "no_kv_copies", "shared_prefixes", "special_contents", "deterministic", "no_learn", "compare", "pin",
+}  # fmt: skip
 
 
 PLAN = typer.main.get_command(app).commands["plan"]  # type: ignore[attr-defined]

@@ -26,21 +26,20 @@ async def test_wrong_token_delays_unknown_ones_of_its_address_only(monkeypatch: 
     monkeypatch.setattr(homes, "_WRONG_TOKEN_SECONDS", LIMIT_SECONDS)
     monkeypatch.setattr(homes, "_MAX_WAITING_OF_ADDRESS", 2)
     public = new_keypair().public
-    wrong, known, waits, other, another = (
-        AppKey(name="app", secret=new_keypair().secret, coordinator_public=public) for _ in range(5)
-    )
+    secrets = [new_keypair().secret for _ in range(5)]
+    wrong, known, waits, other, another = (AppKey(name="a", secret=each, coordinator_public=public) for each in secrets)
 
     async def connect(address: object, key: AppKey, *_: object) -> SimpleNamespace:
         if key.secret == wrong.secret:
             raise WrongKey(endpoint="the coordinator")
-        return SimpleNamespace(models=nothing, close=nothing)
+        return SimpleNamespace(models=nothing)
 
     monkeypatch.setattr(homes, "connect_async", connect)
     gateway = homes.Homes(homes.HttpSettings(key=format_credential(known)))
 
     async def ask(key: AppKey, address: str) -> None:
         async with gateway.served(format_token(key), address):
-            pass
+            """The request is answered."""
 
     await ask(known, "10.0.0.2")
     tasks = [asyncio.create_task(ask(each, "10.0.0.2")) for each in (wrong, waits)]
@@ -51,4 +50,3 @@ async def test_wrong_token_delays_unknown_ones_of_its_address_only(monkeypatch: 
         await ask(another, "10.0.0.2")
     await cancel_all(tasks[:1])
     await asyncio.wait_for(tasks[1], LIMIT_SECONDS)
-    await gateway.close()

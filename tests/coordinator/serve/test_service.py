@@ -105,10 +105,10 @@ async def test_standby_that_led_before_brings_its_changes_of_keys(tmp_path: Path
 async def test_change_of_keys_says_why_it_may_be_lost(
     disk_full: bool, has_standby: bool, warning: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def write(path: Path, content: str, durable: bool) -> None:
+    def write(path: Path, content: str, **options: bool) -> None:
         if disk_full:
             raise OSError(28, "No space left on device")
-        write_atomically(path, content, durable)
+        write_atomically(path, content, **options)
 
     if has_standby:  # one that followed the run before
         configuration = wire.Configuration(number=3, leader="the run before", voters=("a",), tie_breaker="a")

@@ -37,8 +37,7 @@ def user(content: str) -> ChatMessage:
 
 
 def shown(directory: Path, ids: list[int]) -> str:
-    text: str = Tokenizer.from_file(str(directory / "tokenizer.json")).decode(ids, skip_special_tokens=False)
-    return text
+    return str(Tokenizer.from_file(str(directory / "tokenizer.json")).decode(ids, skip_special_tokens=False))
 
 
 def special(directory: Path, ids: list[int], texts: list[str] = SPECIAL) -> list[str]:
