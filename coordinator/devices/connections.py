@@ -169,10 +169,8 @@ class Connections:
     def on_discovered(self, service: DiscoveredService) -> None:
         """Connect to an advertised agent of this home, now or when it is its turn."""
         keys = {fingerprint(key): key for key in self._server_keys()}
-        key = keys.get(service.fingerprint)
-        if key is not None and service.is_of(
-            key
-        ):  # otherwise another home's agent, a revoked one, or a stranger's record
+        key = keys.get(service.fingerprint)  # None: another home's agent, or a revoked one
+        if key is not None and service.is_of(key):
             address = (service.hosts[0], service.port)
             if (known := self.by_address.get(address)) is not None:
                 known.server_keys = [key]  # the agent may have another one since its restart

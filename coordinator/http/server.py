@@ -13,7 +13,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from functools import partial
 
 import h11
@@ -24,7 +24,7 @@ from coordinator.http.app import MAX_HEADER_BYTES, http_app
 from coordinator.http.homes import Homes
 from coordinator.http.settings import HttpSettings
 from hearth.errors import HearthError
-from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.asyncio_tools import cancel_all, supervised
 from hearth.platform.discovery import HTTP_SERVICE, advertised
 from hearth.platform.network import bracketed, listening_socket
 
@@ -85,7 +85,7 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
         fields = {"scheme": settings.scheme, **({"tls": certificate.fingerprint} if certificate is not None else {})}
         async with _advertised(settings, listening, homes.coordinator_public, fields):
             server = uvicorn.Server(config)
-            accepting = asyncio.create_task(Connections(server).accept(listening))
+            accepting = supervised(Connections(server).accept(listening), "the gateway's acceptance of connections")
             stack.push_async_callback(cancel_all, [accepting])
             await server.serve(sockets=[])
 
@@ -130,7 +130,7 @@ class Connections:
                     connection = _Connection(address[0])
                     self._open[connection] = None
                     connection.opening = asyncio.create_task(self._connect(connection, accepted))
-                    connection.opening.add_done_callback(partial(_close_unless_open, connection, accepted))
+                    connection.opening.add_done_callback(partial(self._opened, connection, accepted))
                 else:
                     accepted.close()
         finally:
@@ -159,21 +159,18 @@ class Connections:
             protocol.on_lost = lambda: self._open.pop(connection, None)
             return protocol
 
-        try:
+        with suppress(OSError):  # of the handshake; also an SSLError, and a ConnectionError
             _, connection.protocol = await loop.connect_accepted_socket(
                 make_protocol, accepted, ssl=config.ssl,
                 ssl_handshake_timeout=HANDSHAKE_SECONDS if config.ssl is not None else None,
             )  # fmt: skip
-        except OSError:  # of the handshake; also an SSLError, and a ConnectionError
+
+    def _opened(self, connection: _Connection, accepted: socket.socket, _: object) -> None:
+        """The handshake has ended. It may have failed, or have been given up, perhaps before it began."""
+        connection.opening = None
+        if connection.protocol is None:
             self._open.pop(connection, None)
-        finally:
-            connection.opening = None
-
-
-def _close_unless_open(connection: _Connection, accepted: socket.socket, _: object) -> None:
-    """After a handshake that failed, or that was given up, perhaps before it began."""
-    if connection.protocol is None:
-        accepted.close()
+            accepted.close()
 
 
 class _Connection:

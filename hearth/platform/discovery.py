@@ -72,7 +72,8 @@ class DiscoveredService(NamedTuple):
 
     def is_of(self, public_key: str) -> bool:
         """Whether somebody who knows this public key of the server has made the record."""
-        return hmac.compare_digest(self.tag, self.of(public_key, self.id, self.hosts, self.port, self.protocol).tag)
+        made = self.of(public_key, self.id, self.hosts, self.port, self.protocol)
+        return hmac.compare_digest(self.tag.encode(), made.tag.encode())  # a stranger's tag may be any text
 
 
 @asynccontextmanager
@@ -343,7 +344,8 @@ def _parse_record(info: AsyncServiceInfo) -> DiscoveredService | None:
         key.decode(errors="replace"): (value or b"")[:_MAX_FIELD_BYTES].decode(errors="replace")
         for key, value in (info.properties or {}).items()
     }
-    if not info.port or not fields.get("v", "").isdigit() or not {"id", "fp", "a", "t"} <= fields.keys():
+    is_whole = fields.get("v", "").isdecimal() and fields.get("id") and {"fp", "a", "t"} <= fields.keys()
+    if not info.port or not is_whole:
         return None
     hosts = tuple(fields["a"].split(","))[:_MAX_ADDRESSES]
     try:

@@ -198,7 +198,7 @@ class ContentTokens:
         if _HIDDEN not in rendered:
             return list(found.ids)
         ids: list[int] = []
-        between: list[int] = []  # special tokens of the template
+        between: list[int] = []  # tokens since the last special one of the template
         start = 0
         for token_id, (begin, end) in zip(found.ids, found.offsets, strict=True):
             if token_id in self._ids:

@@ -73,7 +73,7 @@ async def test_mdns_finds_services_and_reveals_only_required_fields() -> None:
 @pytest.mark.parametrize(
     "change",
     [{"id": "other"}, {"hosts": ("10.0.0.9",)}, {"hosts": ("10.0.0.1", "10.0.0.9")}, {"port": 1}, {"protocol": 1},
-     {"tag": ""}, {"tag": "0" * 32}],
+     {"tag": ""}, {"tag": "0" * 32}, {"tag": "\ufffd"}],
 )  # fmt: skip
 def test_record_that_was_made_or_changed_without_the_key_is_of_nobody(change: dict[str, Any]) -> None:
     record = DiscoveredService.of("key", "id", ("10.0.0.1",), 4711)
