@@ -12,15 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from coordinator.cli.load_generator import random_inputs
 from hearth.client.home import AsyncHome
 from tools.bench.child import HomeClients, serve
+from tools.bench.stats import Array, largest_difference
 
 _ANSWER_SECONDS = 60.0  # timeout of a request
 
-_Arrays = dict[str, "np.ndarray[Any, Any]"]
+_Arrays = dict[str, Array]
 
 
 class GraphClients(HomeClients):
@@ -61,10 +60,7 @@ class GraphClients(HomeClients):
     def _difference(self, outputs: _Arrays) -> float:
         """Largest difference from the reference answer, relative to the largest value of that output."""
         self._reference = self._reference or outputs
-        return max(
-            float(np.abs(outputs[name] - expected).max() / max(float(np.abs(expected).max()), 1e-30))
-            for name, expected in self._reference.items()
-        )
+        return max(largest_difference(outputs[name], expected) for name, expected in self._reference.items())
 
 
 def interval_seconds(done: Sequence[float]) -> float:

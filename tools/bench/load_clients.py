@@ -19,6 +19,7 @@ from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
 from tools.bench.child import HomeClients, serve
 from tools.bench.fault_rows import Happened
+from tools.bench.stats import largest_difference
 
 # Largest accepted difference from the reference, relative to its largest value: other plans sum in another order.
 _TOLERANCE = 1e-5
@@ -103,7 +104,7 @@ def _far(answer: Any, reference: Any) -> str:
     """How far an array is from its reference, if that is too far."""
     if answer.shape != reference.shape:
         return f"shape {answer.shape} instead of {reference.shape}"
-    far = float(np.abs(answer - reference).max() / max(float(np.abs(reference).max()), 1e-30))
+    far = largest_difference(answer, reference)
     return "" if far <= _TOLERANCE else f"off by {far:.1e}"
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
+Array: TypeAlias = "np.ndarray[Any, Any]"
 T = TypeVar("T")
 _RESAMPLES = 2000  # of the bootstrap
 _CONFIDENCE = 0.95  # of intervals
@@ -52,6 +53,11 @@ def bootstrap_interval(values: Sequence[float]) -> tuple[float, float]:
 def percentile(values: Sequence[float], fraction: float) -> float:
     """Percentile with linear interpolation between ranks. Raises IndexError for no values."""
     return float(np.percentile(values, 100 * fraction))
+
+
+def largest_difference(found: Array, reference: Array) -> float:
+    """The largest difference of two arrays of one shape, relative to the largest value of the reference."""
+    return float(np.abs(found - reference).max() / max(float(np.abs(reference).max()), 1e-30))
 
 
 def rotated(names: Sequence[T], round_index: int) -> list[T]:
