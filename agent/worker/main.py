@@ -17,11 +17,11 @@ import tempfile
 import threading
 from pathlib import Path
 
-from agent.worker import sandbox
 from agent.worker.runtime import LoadGivenUp, Runtime
 from agent.worker.server import SendAnswer, WorkerServer, failed_message
 from hearth.errors import StepFailed
 from hearth.platform.child_main import die_with_parent
+from hearth.platform.confine import confine
 from hearth.wire.messages import Abort, Cancel, ConnectPeers, Done, Message, SegmentParts, Start, WorkerProgress
 
 log = logging.getLogger("hearth.worker")
@@ -181,7 +181,7 @@ def set_up_process(endpoint: str, log_level: str, store: str) -> None:
     folder = Path(endpoint.removeprefix("ipc://")).parent
     tempfile.tempdir = str(folder)
     compiled_kernels = Path.home() / ".nv"  # of CUDA
-    sandbox.confine(readable=(), writable=(Path(store), folder, compiled_kernels))
+    confine(readable=(), writable=(Path(store), folder, compiled_kernels))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The worker's confinement: what it may read, write and signal. Each case runs in a process of its own."""
+"""The confinement of a process: what it may read, write and signal. Each case runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 _BEGIN = """
 import os, sys
 from pathlib import Path
-from agent.worker.sandbox import confine
+from hearth.platform.confine import confine
 
 store, scratch, key = map(Path, sys.argv[1:4])
 if not confine([store], [scratch]):

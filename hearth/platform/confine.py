@@ -1,7 +1,7 @@
-"""Confines the worker's access to files with Landlock, so that a flaw in a library that reads models reveals no key.
+"""Confines a process's access to files with Landlock, so that a flaw in a library that reads models reveals no key.
 
-The worker may read the interpreter, its libraries, /proc, /sys and what the caller names. It may write where the caller allows,
-and to the entries of its own threads in /proc.
+The process may read the interpreter, its libraries, /proc, /sys and what the caller names. It may write where the caller
+allows, and to the entries of its own threads in /proc.
 The kernel also stops it from tracing, and where it can from signalling, processes such as the agent, which holds the key.
 """
 
@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-log = logging.getLogger("hearth.worker")
+log = logging.getLogger(__name__)
 
 # System calls of <asm-generic/unistd.h>; the numbers are the same on x86-64 and ARM.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
@@ -57,7 +57,7 @@ def confine(readable: Iterable[Path], writable: Iterable[Path]) -> bool:
     libc = ctypes.CDLL(None, use_errno=True)
     version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
     if version < 1:
-        log.info("this kernel has no Landlock: the worker may read what its user may read")
+        log.info("this kernel has no Landlock: this process may read what its user may read")
         return False
     handled = 0
     for since, rights in _RIGHTS.items():
@@ -85,7 +85,7 @@ def _libraries() -> Iterable[Path]:
     yield from (Path(prefix) for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix})
     yield from (Path(entry) for entry in sys.path if entry and _holds_packages(Path(entry)))
     root = Path(__file__).parents[2]  # its other entries, for instance the current folder, may hold a key
-    yield from (root / "agent", root / "hearth")
+    yield from (root / "agent", root / "coordinator", root / "hearth")
     yield from (Path(entry) for entry in os.environ.get("LD_LIBRARY_PATH", "").split(":") if entry)  # CUDA's, perhaps
 
 
