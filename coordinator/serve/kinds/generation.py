@@ -33,7 +33,7 @@ from hearth.wire.codec import Array
 from hearth.wire.intake import MAX_REQUESTS_PER_CALLER
 from hearth.wire.rpc import caller_may_return
 
-_MAX_CONCURRENT = MAX_REQUESTS_PER_CALLER // 2  # the rest of rank 0's limit per caller is left for heartbeats
+MAX_GENERATIONS = MAX_REQUESTS_PER_CALLER // 2  # at once; the rest of rank 0's limit per caller is left for heartbeats
 _MAX_STOP_CHARACTERS = 1000  # of a stop text: bounds the search at every token; real ones are a few words
 # A deployment is silent after this many times the longest wait of its workers for a peer, which is 20 times the prediction of a
 # step. A worker that is dead or stopped is found much sooner, by its agent.
@@ -171,12 +171,11 @@ async def decode_prompt(
 
 
 class GenerationRunner:
-    """All generation requests, at most `limit` at once. They run concurrently: rank 0 batches them."""
+    """All generation requests. They run concurrently: rank 0 batches them."""
 
     def __init__(
         self,
         requests: Requests[TransformerDeployment],
-        limit: int,
         threads: TextThreads | None = None,
         shared_prefixes: bool = False,
         max_drafted: int = 0,
@@ -185,12 +184,10 @@ class GenerationRunner:
 
         `max_drafted`: tokens that a step guesses of each answer, at most; 0: no speculative decoding.
         """
-        self.num_running = 0
         self._threads = threads or TextThreads()
         self._shared_prefixes = shared_prefixes
         self._max_drafted = max_drafted
         self._activity: _Activity | None = None  # of the newest deployment
-        self.limit = min(limit, _MAX_CONCURRENT)
         self._requests = requests
 
     async def run(
@@ -202,19 +199,17 @@ class GenerationRunner:
         Raises BadRequest, ContextTooLong, QueueFull, NotServing, DeadlineExceeded, WorkerDied, ...
         """
         ticket = self._requests.arrive(request.timeout_seconds)
-        self.num_running += 1
         try:
-            if self.num_running > self.limit:
-                raise errors.QueueFull(limit=self.limit)
             prompt = await self._in_thread(ticket, request, partial(model.prompt_ids, request, token_ids))
             grammar = ""
             if request.constraint is not None or request.called_tools:
                 grammar = await self._with_vocabulary(ticket, partial(model.grammar, request, prompt))
             if request.top_log_probs is not None:  # with the bytes of tokens, which take a moment to read once
                 await self._with_vocabulary(ticket, lambda: model.vocabulary)
-            scope = _ALL_APPS if self._shared_prefixes else ticket.place.caller
             began = ticket.deadline - request.timeout_seconds
-            generation = _RunningGeneration(model, request, prompt, began, scope, grammar)
+            caller = ticket.place.caller
+            scope = _ALL_APPS if self._shared_prefixes else caller
+            generation = _RunningGeneration(model, request, prompt, began, caller, scope, grammar)
             generation.remaining_tokens(model.spec.max_positions)  # refuse early a prompt that can never fit
             if request.generated:  # the client has these tokens and their text from an earlier attempt
                 await self._in_thread(ticket, request, partial(generation.append, request.generated))
@@ -227,8 +222,6 @@ class GenerationRunner:
         except errors.HearthError as error:
             self._requests.count_failed(error)
             raise
-        finally:
-            self.num_running -= 1
 
     async def _in_thread(self, ticket: Ticket, request: wire.Generate, function: Callable[[], _T]) -> _T:
         """Call `function`, which handles all texts of the request, in a thread. Raises DeadlineExceeded, QueueFull."""
@@ -336,6 +329,7 @@ class _RunningGeneration:
         request: wire.Generate,
         prompt: list[int],
         began: float,
+        caller: str,
         prefix_scope: str,
         grammar: str = "",
     ) -> None:
@@ -358,7 +352,7 @@ class _RunningGeneration:
         self._sampling = model.defaults.merged(request.sampling, secrets.randbits(62))
         self._clock = asyncio.get_running_loop().time  # also called in a thread, which has no loop
         self._began_at = began
-        self._prefix_scope = prefix_scope
+        self._caller, self._prefix_scope = caller, prefix_scope
         self._grammar = grammar
         self._num_deployments = 0
         self._sent_at = self._first_token_at = self._last_token_at = began
@@ -396,6 +390,7 @@ class _RunningGeneration:
             stop_ids=self.model.defaults.stop_ids,
             first_index=len(self._tokens),
             stream=self._stream_name,
+            caller=self._caller,
             prefix_scope=self._prefix_scope,
             max_drafted=max_drafted,
             grammar=self._grammar,

@@ -19,7 +19,14 @@ from coordinator.plan.transformer.cost.predict import request_seconds
 from coordinator.plan.transformer.request import PlanRequest, build_plan, on_subset
 from coordinator.serve.goal import TransformerModel, plan_request
 from coordinator.serve.kinds import accuracy
-from coordinator.serve.kinds.generation import GenerationRunner, TextModel, decode_prompt, max_context_tokens, probe
+from coordinator.serve.kinds.generation import (
+    MAX_GENERATIONS,
+    GenerationRunner,
+    TextModel,
+    decode_prompt,
+    max_context_tokens,
+    probe,
+)
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
 from coordinator.serve.planners.process import plans_or_errors, solve_transformer
 from coordinator.serve.planners.spare import PlannerKind
@@ -81,9 +88,7 @@ class TransformerKind:
         self._threads = TextThreads()
         # Attention rounds differently for one row and for several, such as those of guessed tokens.
         max_drafted = 0 if goal.deterministic else goal.max_drafted
-        self._generation_runner = GenerationRunner(
-            requests, services.settings.queue_limit, self._threads, goal.shared_prefixes, max_drafted
-        )
+        self._generation_runner = GenerationRunner(requests, self._threads, goal.shared_prefixes, max_drafted)
 
     # ---- plans ----------------------------------------------------------------------------------------------------
 
@@ -164,7 +169,7 @@ class TransformerKind:
         return deployment
 
     def capacity(self, deployment: TransformerDeployment) -> int:
-        return self._generation_runner.limit if self.model.spec.causal else 1
+        return MAX_GENERATIONS if self.model.spec.causal else 1
 
     async def probe(self, deployment: TransformerDeployment) -> None:
         if self.model.spec.causal:

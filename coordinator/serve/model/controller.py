@@ -427,7 +427,7 @@ class Controller:
         """Open admission to the deployment, tune it, and look for a better plan until the phase ends."""
         monitor = DriftMonitor(deployment.plan)
         self._monitored = (deployment, monitor)
-        self.requests.admission.open(deployment, self.kind.capacity(deployment))
+        self.requests.admission.open(deployment, self.kind.capacity(deployment), reserve=self.kind.answers == "text")
         self._services.spare_planners.keep(self.kind.planner)
         preparing = asyncio.create_task(self._preparer.run(self.goal, deployment))
         try:

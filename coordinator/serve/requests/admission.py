@@ -1,4 +1,4 @@
-"""Admission of requests to the current deployment: keys take turns, with exclusive slots for maintenance."""
+"""Admission of requests, to the current deployment or to a thread: keys take turns, with exclusive slots for maintenance."""
 
 from __future__ import annotations
 
@@ -46,6 +46,10 @@ class Admission(Generic[_D]):
     At most `capacity` requests run at once; while closed or paused, all wait. At most `max_waiting` requests may wait: if one
     more arrives, the latest one of the key with the most waiting requests is refused, except one that was admitted before and
     returns. The caller must call `leave` once for every `enter` that returned.
+
+    Where requests last long, waiting for a turn is not enough. With `reserve`, a key gets a further slot only while it holds
+    fewer than are free, so that some are left for other keys: half of them if one key asks, a third if two do (dynamic
+    thresholds: Choudhury and Hahne, 1998).
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -53,6 +57,8 @@ class Admission(Generic[_D]):
         self.num_admitted = 0  # in total
         self._max_waiting = max_waiting
         self._capacity = 0
+        self._reserve = False
+        self._running_of: Counter[str] = Counter()  # by key
         self._deployment: _D | None = None  # None: closed
         self._refusal: HearthError | None = None
         self._running_exclusive = False  # whether the running slot is exclusive
@@ -84,8 +90,8 @@ class Admission(Generic[_D]):
         self._used_at = now if self._used_at is None else self._used_at
         return now - self._used_at
 
-    def open(self, deployment: _D, capacity: int) -> None:
-        self._deployment, self._capacity, self._used_at = deployment, capacity, None
+    def open(self, deployment: _D, capacity: int, reserve: bool = False) -> None:
+        self._deployment, self._capacity, self._reserve, self._used_at = deployment, capacity, reserve, None
         self._admit_waiting()
 
     def close(self, refusal: HearthError | None = None) -> None:
@@ -123,8 +129,10 @@ class Admission(Generic[_D]):
             raise self._refusal
         return await self._wait_for_slot(place or self.arrive(), timeout_seconds)
 
-    def leave(self) -> None:
+    def leave(self, caller: str = "") -> None:
+        """A request of this key has ended."""
         self.num_running -= 1
+        self._running_of -= Counter([caller])
         self._running_exclusive = False
         self._used_at = self._used_at if self._maintains else loop_time()
         if self.num_running == 0:
@@ -175,7 +183,7 @@ class Admission(Generic[_D]):
             return slot.result()
         except asyncio.CancelledError:
             if slot.done() and slot.exception() is None:
-                self.leave()  # admitted and cancelled at the same time
+                self.leave(place.caller)  # admitted and cancelled at the same time
             raise
         finally:
             if not slot.done():
@@ -191,19 +199,29 @@ class Admission(Generic[_D]):
         entry[1].set_exception(QueueFull(limit=self._max_waiting))
 
     def _admit_waiting(self) -> None:
-        """Admit from the front of the queue while slots are free."""
-        while self._queue and self._deployment is not None and not self._num_pauses:
-            place, slot = self._queue[0]
-            if self._running_exclusive or self.num_running >= (1 if place.exclusive else self._capacity):
+        """Admit the first in the queue that may run, while slots are free."""
+        while self._deployment is not None and not self._num_pauses and not self._running_exclusive:
+            if (index := self._first_that_may_run()) is None:
                 return
-            del self._queue[0]
+            place, slot = self._queue.pop(index)
             self._running_exclusive = place.exclusive
             place.was_admitted = True
             self._turns.serve(place.turn)
             self.num_running += 1
+            self._running_of[place.caller] += 1
             self.num_admitted += 1
             self._idle.clear()
             slot.set_result(self._deployment)
+
+    def _first_that_may_run(self) -> int | None:
+        """Its index in the queue; None if there is none. None overtakes one that is exclusive."""
+        num_free = self._capacity - self.num_running
+        for index, (place, _) in enumerate(self._queue):
+            if place.exclusive:
+                return index if index == self.num_running == 0 else None
+            if num_free > (self._running_of[place.caller] if self._reserve else 0):
+                return index
+        return None
 
 
 # ---- turns of keys -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeAlias, TypeVar
 
 from coordinator.serve.requests.admission import Admission, Place
@@ -85,7 +86,7 @@ class Requests(Generic[D]):
                 deployment = await self._enter(ticket)
                 running = asyncio.create_task(self._attempt(compute, deployment, ticket))
                 self._running.add(running)
-                running.add_done_callback(self._on_task_done)
+                running.add_done_callback(partial(self._on_task_done, ticket.place.caller))
                 await asyncio.wait({running}, timeout=self._remaining_seconds(ticket))
                 if not running.done():
                     raise self._timeout_error(ticket)
@@ -114,7 +115,7 @@ class Requests(Generic[D]):
             if ticket.failure is None:
                 raise
         finally:
-            self.admission.leave()
+            self.admission.leave(ticket.place.caller)
 
     def arrive(self, timeout_seconds: float) -> Ticket:
         """The ticket of a request that arrives now."""
@@ -192,9 +193,9 @@ class Requests(Generic[D]):
             raise failure from None
         return Reply(message, payload)
 
-    def _on_task_done(self, running: asyncio.Task[Reply]) -> None:
+    def _on_task_done(self, caller: str, running: asyncio.Task[Reply]) -> None:
         self._running.discard(running)
-        self.admission.leave()
+        self.admission.leave(caller)
         if not running.cancelled():
             running.exception()  # mark the exception as retrieved, even if the client is gone
 

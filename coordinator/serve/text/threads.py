@@ -7,8 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from hearth.errors import DeadlineExceeded, QueueFull
-from hearth.platform.asyncio_tools import with_timeout
+from coordinator.serve.requests.admission import Admission
+from hearth.errors import DeadlineExceeded
+from hearth.platform.asyncio_tools import loop_time
 
 # Longer texts have a thread of their own, so that no usual request waits for them: a message may hold 4 MB, which take seconds.
 _SHORT_CHARACTERS = 1 << 16
@@ -19,29 +20,23 @@ _MAX_WAITING_LONG = 16
 _T = TypeVar("_T")
 
 
-class _Lane:
-    """One thread and its queue."""
-
-    def __init__(self, name: str, max_waiting: int) -> None:
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix=name)
-        self.max_waiting = max_waiting
-        self.num_calls = 0
-
-
 class TextThreads:
-    """One thread for short texts, one for long ones, and one for grammars, of which a hostile one may take a second."""
+    """One thread for short texts, one for long ones, and one for grammars, of which a hostile one may take a second.
+
+    Keys take turns for each.
+    """
 
     def __init__(self) -> None:
-        self._short = _Lane("short-texts", _MAX_WAITING_SHORT)
-        self._long = _Lane("long-texts", _MAX_WAITING_LONG)
-        self._grammars = _Lane("grammars", _MAX_WAITING_SHORT)
+        self._short = _lane("short-texts", _MAX_WAITING_SHORT)
+        self._long = _lane("long-texts", _MAX_WAITING_LONG)
+        self._grammars = _lane("grammars", _MAX_WAITING_SHORT)
 
     async def compile(self, timeout_seconds: float, function: Callable[[], _T]) -> _T:
         """Call `function`, which compiles a grammar or reads the vocabulary, in a thread.
 
         Raises QueueFull, DeadlineExceeded and its errors.
         """
-        return await self._in_lane(self._grammars, "reading the vocabulary or the grammar", timeout_seconds, function)
+        return await _in_lane(self._grammars, "reading the vocabulary or the grammar", timeout_seconds, function)
 
     async def run(self, timeout_seconds: float, num_characters: int, function: Callable[[], _T]) -> _T:
         """Call `function` in a thread. A call that has begun cannot be stopped, but its caller waits no longer.
@@ -49,16 +44,32 @@ class TextThreads:
         Raises QueueFull, DeadlineExceeded and the function's errors.
         """
         lane = self._short if num_characters <= _SHORT_CHARACTERS else self._long
-        return await self._in_lane(lane, "the tokenisation", timeout_seconds, function)
+        return await _in_lane(lane, "the tokenisation", timeout_seconds, function)
 
-    async def _in_lane(self, lane: _Lane, action: str, timeout_seconds: float, function: Callable[[], _T]) -> _T:
-        if lane.num_calls >= lane.max_waiting:
-            raise QueueFull(limit=lane.max_waiting)
-        call = asyncio.get_running_loop().run_in_executor(lane.executor, function)
-        lane.num_calls += 1
-        try:
-            return await with_timeout(timeout_seconds, call)
-        except asyncio.TimeoutError:
-            raise DeadlineExceeded(action=action, seconds=timeout_seconds) from None
-        finally:
-            lane.num_calls -= 1
+
+def _lane(name: str, max_waiting: int) -> Admission[ThreadPoolExecutor]:
+    """Admission to one thread."""
+    lane: Admission[ThreadPoolExecutor] = Admission(max_waiting)
+    lane.open(ThreadPoolExecutor(1, thread_name_prefix=name), capacity=1)
+    return lane
+
+
+async def _in_lane(
+    lane: Admission[ThreadPoolExecutor], action: str, timeout_seconds: float, function: Callable[[], _T]
+) -> _T:
+    deadline, place = loop_time() + timeout_seconds, lane.arrive()
+    try:
+        executor = await lane.enter(timeout_seconds, place)
+    except asyncio.TimeoutError:
+        raise DeadlineExceeded(action=action, seconds=timeout_seconds) from None
+    call = asyncio.get_running_loop().run_in_executor(executor, function)
+
+    def ended(_: asyncio.Future[_T]) -> None:
+        lane.leave(place.caller)
+        call.exception()  # it was retrieved, even if the caller no longer waits
+
+    call.add_done_callback(ended)
+    await asyncio.wait({call}, timeout=deadline - loop_time())
+    if not call.done():
+        raise DeadlineExceeded(action=action, seconds=timeout_seconds)
+    return call.result()

@@ -300,6 +300,7 @@ class GenerateTokens(PlanCommand):
     """
 
     stream: Name = ""  # empty: its KV cache ends with the plan
+    caller: Name = ""  # the key that asks: keys share what there is of running sequences and memory
     prefix_scope: Name = ""  # requests with the same one share KV caches of equal prefixes; empty: this one shares none
 
     sampling: Sampling = Sampling()

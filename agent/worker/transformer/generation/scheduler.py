@@ -1,9 +1,11 @@
 """Scheduling on rank 0: continuous batching within the KV cache's capacity. Pure: no torch, clock or sockets.
 
-Sequences are admitted in order of arrival, once the paged KV cache has room for the prompt. The prompt is then prefilled, in
-chunks if it is long, without the full blocks that the prefix cache has of it; prefill and decoding steps alternate, so that
-running answers continue. A sequence takes further blocks as it grows. If there are none, the newest sequence is preempted: its
-blocks are freed, and once there is room it is computed again, with the tokens that it has generated.
+Sequences are admitted once the paged KV cache has room for the prompt: those of one caller in order of arrival, and of several
+callers that of the one with the fewest running sequences (max-min fairness). The prompt is then prefilled, in chunks if it is
+long, without the full blocks that the prefix cache has of it, and callers take turns; prefill and decoding steps alternate, so
+that running answers continue. A sequence takes further blocks as it grows. If there are none, or if a caller with fewer
+sequences waits for room, the newest one of the caller with the most is preempted: its blocks are freed, and once there is room
+it is computed again, with the tokens that it has generated.
 
 A decoding step may verify guesses of a sequence's next tokens (`speculation`): they are further rows of the step. Nothing is
 preempted for them, and they take no block that another sequence could need soon.
@@ -14,7 +16,7 @@ out. To keep several stages of a pipeline busy, decoding sequences are divided i
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -58,6 +60,7 @@ class Scheduler:
         self._dropped: list[str] = []
         self._paused: dict[int, SequenceState] = {}  # whose KV caches are kept, by number, oldest first
         self._prefilled_last = False
+        self._prefilled_in: Counter[str] = Counter()  # by caller: the number of the last order with rows of its prompts
 
     @property
     def idle(self) -> bool:
@@ -197,14 +200,38 @@ class Scheduler:
     # ---- memory ---------------------------------------------------------------------------------------------------
 
     def _admit(self) -> tuple[SequenceState, wire.NewSequence] | None:
-        """Start the first waiting sequence, with the rows that it does not have to compute, if there is room for it.
+        """Start the next waiting sequence, with the rows that it does not have to compute, once there is room for it.
 
-        Strictly first come, first served; otherwise a long prompt could wait for ever. A block per running sequence stays free,
-        so that these can grow for a while before the new one must be preempted.
+        None of the others goes before it then, since a long prompt could wait for ever. A block per running sequence stays
+        free, so that these can grow for a while before the new one must be preempted.
         """
-        if not self._waiting or len(self._running) >= self._limits.max_sequences:
+        if (sequence := self._next_waiting()) is None:
             return None
-        sequence = self._waiting[0]
+        while (admitted := self._start(sequence)) is None:
+            num_running, victim = self._num_running_of_callers(), self._victim()
+            if victim is None or num_running[victim.request.caller] <= num_running[sequence.request.caller] + 1:
+                return None
+            self._preempt(victim)
+        return admitted
+
+    def _next_waiting(self) -> SequenceState | None:
+        """The sequence that is admitted next: the first one of the caller with the fewest running ones."""
+        num_running = self._num_running_of_callers()
+        return min(self._waiting, key=lambda each: num_running[each.request.caller], default=None)
+
+    def _victim(self) -> SequenceState | None:
+        """The running sequence to preempt: the newest of the caller with the most, but none of the order in preparation."""
+        num_running = self._num_running_of_callers()
+        others = (each for each in self._running.values() if each.last_order < self._num_orders)
+        return max(others, key=lambda each: (num_running[each.request.caller], each.cache), default=None)
+
+    def _num_running_of_callers(self) -> Counter[str]:
+        return Counter(each.request.caller for each in self._running.values())
+
+    def _start(self, sequence: SequenceState) -> tuple[SequenceState, wire.NewSequence] | None:
+        """Start a waiting sequence if there is room for it."""
+        if len(self._running) >= self._limits.max_sequences:
+            return None
         kept = self._kept.get(sequence.request.stream)
         blocks = self._cached_prefix(sequence) if kept is None else []
         count = num_blocks_for(len(sequence.pending)) - len(blocks)
@@ -217,7 +244,8 @@ class Scheduler:
         sequence.blocks = blocks + self._pool.allocate(count, blocks[-1] if blocks else None)
         self._num_caches += 1
         sequence.cache = self._num_caches
-        self._by_cache[sequence.cache] = self._running[sequence.number] = self._waiting.popleft()
+        self._by_cache[sequence.cache] = self._running[sequence.number] = sequence
+        self._waiting.remove(sequence)
         moved = self._take_kept(sequence, kept) if kept is not None else None
         cached, sequence.pending = sequence.pending[:num_cached], sequence.pending[num_cached:]
         if not sequence.last_order:
@@ -270,9 +298,10 @@ class Scheduler:
         if count <= 0:
             return ()
         while not self._make_room(count):
-            newest = max(self._running.values(), key=lambda each: each.cache)
-            self._preempt(newest)
-            if newest is sequence:
+            victim = self._victim()
+            assert victim is not None  # `sequence` at least
+            self._preempt(victim)
+            if victim is sequence:
                 return None
         new = self._pool.allocate(count, sequence.blocks[-1])
         sequence.blocks += new
@@ -319,7 +348,9 @@ class Scheduler:
         """The next rows of the group that decodes next: the sequences that have waited longest."""
         num_decoding = sum(sequence.prefilled for sequence in self._running.values())
         group = sorted(sequences, key=lambda each: each.last_order)[: -(-num_decoding // self._num_groups)]
-        group.sort(key=lambda each: each.cache)  # oldest first: only later ones are preempted for it
+        num_running = self._num_running_of_callers()
+        # The last to be preempted first: one whose rows are in the order stays.
+        group.sort(key=lambda each: (num_running[each.request.caller], each.cache))
         rows = []
         for sequence, drafts in zip(group, self._drafts(group), strict=True):
             if sequence.cache and (blocks := self._grow(sequence, 1 + len(drafts))) is not None:
@@ -346,23 +377,28 @@ class Scheduler:
         return self._speculation.drafts(group, most, self._limits.max_sequences - len(group))
 
     def _prefill_rows(self) -> tuple[wire.SequenceRows, ...]:
-        """The next rows of prompts, of running sequences and then of those that can be admitted."""
+        """The next rows of prompts: of the caller that has waited longest, of running sequences before those it admits."""
         room = self._limits.prefill_rows
-        chunks = []
-        prefilling = deque(each for each in self._running.values() if each.pending and not each.prefilled)
+        chunks: list[wire.SequenceRows] = []
+        is_full = False  # whether the next waiting sequence has no room
         while room > 0:
-            following = prefilling[0] if prefilling else self._waiting[0] if self._waiting else None
+            others = (each for each in self._running.values() if each.last_order < self._num_orders)
+            candidates = [each for each in others if each.pending and not each.prefilled]
+            if not is_full and (waiting := self._next_waiting()) is not None:
+                candidates.append(waiting)
+            following = min(candidates, key=lambda each: self._prefilled_in[each.request.caller], default=None)
             if following is None or (self._whole_prompts and len(following.pending) > room):
                 break
-            if prefilling:
-                rows = self._rows(prefilling.popleft(), room)
-            elif (admitted := self._admit()) is not None:
-                sequence, new = admitted
-                rows = self._rows(sequence, room, new=new)
-            else:
-                break
+            new = None
+            if not following.cache:
+                if (admitted := self._admit()) is None:
+                    is_full = True
+                    continue
+                new = admitted[1]
+            rows = self._rows(following, room, new=new)
             room -= len(rows.token_ids)
             chunks.append(rows)
+            self._prefilled_in[following.request.caller] = self._num_orders
         return tuple(chunks)
 
     def _rows(

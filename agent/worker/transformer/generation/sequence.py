@@ -11,7 +11,7 @@ from hearth.plan.transformer import KV_BLOCK_TOKENS
 from hearth.wire.messages import GenerateTokens, TokenLogProbs
 
 
-@dataclass
+@dataclass(eq=False)
 class SequenceState:
     """One request. `pending` are the tokens that are not in the KV cache yet: of the prompt, later the newest one.
 

@@ -34,7 +34,7 @@ from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.kinds import generation
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, max_context_tokens, probe
 from coordinator.serve.replan.drift import MIN_PRESENCE_SECONDS
-from coordinator.serve.requests.admission import CALLER
+from coordinator.serve.requests.admission import CALLER, Admission
 from coordinator.serve.requests.runner import Requests
 from coordinator.serve.state import TransformerGoal
 from coordinator.serve.text.prompts import GenerationDefaults, StopTextFilter, TextTokenizer
@@ -177,9 +177,9 @@ class Outcome:
 
 
 async def ask(
-    host: Host, *, model: TextModel = MODEL, token_ids: Sequence[int] | None = (1, 2, 3), limit: int = 9, **fields: Any
+    host: Host, *, model: TextModel = MODEL, token_ids: Sequence[int] | None = (1, 2, 3), **fields: Any
 ) -> Outcome:
-    generations = GenerationRunner(host, limit)
+    generations = GenerationRunner(host)
     return await read(generations, model, token_ids, **fields)
 
 
@@ -279,15 +279,21 @@ def test_bad_request_is_rejected_before_it_runs(fields: dict[str, Any], token_id
     assert not host.deployments[0].requests
 
 
-async def test_requests_above_the_limit_are_rejected_immediately() -> None:
-    generations = GenerationRunner(Host(Script(silent_after=1)), 2)
+async def test_requests_beyond_the_queue_are_refused_and_leave_no_slot_taken() -> None:
+    host = Host(Script(silent_after=1))
+    host.admission = Admission(1)
+    host.admission.open(host.deployments[0], 2)
+    generations = GenerationRunner(host)
     async with aclosing(generations.run(MODEL, wire.Generate(), np.ones(1, np.int32))) as one:
         async with aclosing(generations.run(MODEL, wire.Generate(), np.ones(1, np.int32))) as two:
             await anext(one)
             await anext(two)
+            waiting = asyncio.create_task(read(generations, MODEL, [1], max_tokens=1))
+            await let_tasks_run()
             with pytest.raises(errors.QueueFull):
                 await read(generations, MODEL, [1])
-    assert generations.num_running == 0
+        assert (await waiting).tokens == expected((1,), 1)
+    assert host.admission.num_running == 0
 
 
 async def test_request_deadline_does_not_end_the_plan() -> None:
@@ -315,7 +321,7 @@ async def test_other_streams_show_that_a_plan_still_generates(monkeypatch: pytes
     monkeypatch.setattr(generation, "_SILENCE_FACTOR", 0.05)  # 0.5 s
 
     host = Host(Script(silent_after=0))
-    generations = GenerationRunner(host, 9)
+    generations = GenerationRunner(host)
     waiting = asyncio.create_task(read(generations, MODEL, [1], max_tokens=1))
     began = time.monotonic()
     await let_tasks_run()
@@ -331,13 +337,13 @@ async def test_other_streams_show_that_a_plan_still_generates(monkeypatch: pytes
 async def test_closing_the_answer_ends_the_sequence() -> None:
     script = Script()
     host = Host(script)
-    generations = GenerationRunner(host, 2)
+    generations = GenerationRunner(host)
     parts = generations.run(MODEL, wire.Generate(), np.ones(1, np.int32))
     for _ in range(3):
         await anext(parts)
-    assert (script.open_now, generations.num_running, host.admission.num_running) == (1, 1, 1)
+    assert (script.open_now, host.admission.num_running) == (1, 1)
     await parts.aclose()
-    assert (script.open_now, generations.num_running, host.admission.num_running) == (0, 0, 0)
+    assert (script.open_now, host.admission.num_running) == (0, 0)
     assert script.may_return == [True]  # the caller, whose connection may just have been lost
 
 
@@ -435,7 +441,7 @@ async def test_apps_share_no_prefixes_unless_allowed(shared: bool, scopes: list[
 
     script = Script(num_cached=2)
     host = Host(script)
-    generations = GenerationRunner(host, 9, shared_prefixes=shared)
+    generations = GenerationRunner(host, shared_prefixes=shared)
     for name in ("lamp", "heating"):
         found = await asyncio.create_task(ask_as(name, generations))
         assert found.end.num_cached_tokens == 2
@@ -445,7 +451,7 @@ async def test_apps_share_no_prefixes_unless_allowed(shared: bool, scopes: list[
 
 async def test_guessed_tokens_are_counted() -> None:
     host = Host(Script())
-    generations = GenerationRunner(host, 9, max_drafted=3)
+    generations = GenerationRunner(host, max_drafted=3)
     for number in (1, 2):
         found = await read(generations, MODEL, (1, 2, 3), max_tokens=2)
         assert (found.end.num_drafted_tokens, found.end.num_accepted_tokens) == (6, 3)
@@ -470,7 +476,7 @@ def test_smaller_plan_limits_the_length() -> None:
 
 async def test_plan_change_waits_for_running_answers_and_holds_new_ones() -> None:
     host = Host(Script(silent_after=2), Script())
-    generations = GenerationRunner(host, 9)
+    generations = GenerationRunner(host)
     one = generations.run(MODEL, wire.Generate(max_tokens=3), np.ones(1, np.int32))
     await anext(one)
     host.admission.close()
@@ -767,7 +773,7 @@ class Coordinator:
         self.asked = 0
         self.error: errors.HearthError | None = None
         self._model = model
-        self._generations = GenerationRunner(Host(script), 9)
+        self._generations = GenerationRunner(Host(script))
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         if isinstance(message, wire.Hello):

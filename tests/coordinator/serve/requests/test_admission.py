@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+from collections import Counter
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -239,19 +241,40 @@ def test_random_sequences_respect_capacity_and_exclusiveness(steps: list[str], c
     asyncio.run(asyncio.wait_for(main(), FOREVER))
 
 
+def ask_as(key: str, admission: Admission[str], order: list[object], number: int) -> asyncio.Task[None]:
+    context = contextvars.copy_context()
+    context.run(CALLER.set, key)
+    return context.run(asyncio.create_task, enter(admission, order, (key, number)))
+
+
+@pytest.mark.parametrize(("num_keys", "share"), [(1, 64), (2, 43), (3, 32), (7, 16)])
+async def test_key_that_asks_for_much_leaves_slots_to_the_next_one(num_keys: int, share: int) -> None:
+    admission, order = Admission[str](max_waiting=9999), list[object]()
+    admission.open("one", 128, reserve=True)
+    asked = [ask_as(f"key {number % num_keys}", admission, order, number) for number in range(200 * num_keys)]
+    await let_tasks_run(2)
+    running = Counter(key for (key, _), _ in order)
+    assert (len(running), min(running.values())) == (num_keys, share)
+    newcomers = [ask_as("new", admission, order, number) for number in range(128 - running.total())]
+    await let_tasks_run(2)
+    assert sum(task.done() for task in newcomers) >= share // 2
+    for key, count in running.items():
+        for _ in range(count):
+            admission.leave(key)
+    await let_tasks_run(2)
+    assert min(Counter(key for (key, _), _ in order).values()) > 0
+    for task in (*asked, *newcomers):
+        task.cancel()
+
+
 async def test_app_that_fills_the_queue_neither_delays_nor_shuts_out_another() -> None:
     admission, order = Admission[str](max_waiting=4), list[object]()
-
-    def ask(key: str, number: int) -> asyncio.Task[None]:
-        context = contextvars.copy_context()
-        context.run(CALLER.set, key)
-        return context.run(asyncio.create_task, enter(admission, order, (key, number)))
-
-    greedy = [ask("greedy", number) for number in range(5)]
+    ask = partial(ask_as, admission=admission, order=order)
+    greedy = [ask("greedy", number=number) for number in range(5)]
     await let_tasks_run()
     with pytest.raises(QueueFull):
         await greedy[4]
-    other = [ask("other", number) for number in range(2)]
+    other = [ask("other", number=number) for number in range(2)]
     await let_tasks_run()
     for refused in (greedy[3], greedy[2]):
         with pytest.raises(QueueFull):
@@ -259,6 +282,6 @@ async def test_app_that_fills_the_queue_neither_delays_nor_shuts_out_another() -
     admission.open("one", 1)
     for _ in range(4):
         await let_tasks_run()
-        admission.leave()
+        admission.leave(order[-1][0][0])
     await asyncio.gather(*greedy[:2], *other)
     assert [who for who, _ in order] == [("greedy", 0), ("other", 0), ("greedy", 1), ("other", 1)]

@@ -19,8 +19,8 @@ from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
 from hearth.wire.messages import GenerateTokens, KeptPrefixes, SequenceRows, StepOrder, split_keys
 
 
-def sequence(number: int, prompt: int, max_tokens: int, stop_ids: tuple[int, ...] = ()) -> SequenceState:
-    request = GenerateTokens(holder="test", epoch=1, max_tokens=max_tokens, stop_ids=stop_ids)
+def sequence(number: int, prompt: int, max_tokens: int, caller: str = "") -> SequenceState:
+    request = GenerateTokens(holder="test", epoch=1, max_tokens=max_tokens, caller=caller)
     return SequenceState(number, request, [10 + i for i in range(prompt)], prompt)
 
 
@@ -220,7 +220,7 @@ def test_random_traffic_computes_what_each_sequence_would_alone(seed: int, scope
             prompt = system[: rng.choice([0, 16, 40, 60])] + [rng.randint(4, 40) for _ in range(rng.randint(1, 30))]
             request = GenerateTokens(
                 holder="test", epoch=1, max_tokens=rng.randint(1, 40), stop_ids=(3,), prefix_scope=scope,
-                max_drafted=rng.choice([0, 3, 20]),
+                max_drafted=rng.choice([0, 3, 20]), caller=rng.choice("aaab"),
             )  # fmt: skip
             new = SequenceState(step, request, prompt, len(prompt))
             if scheduler.fits(new):
@@ -313,6 +313,62 @@ def test_room_for_n_whole_contexts_runs_3_n_quarters_at_once(num_whole: int, qua
         assert not order.freed  # no sequence is preempted
         execute_order(scheduler, order)
     assert not scheduler.running
+
+
+# ---- several callers -------------------------------------------------------------------------------------------------
+
+
+def running_of(scheduler: Scheduler, caller: str) -> list[int]:
+    return [number for number, each in scheduler.running.items() if each.request.caller == caller]
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        GenerationLimits(kv_tokens=400 * KV_BLOCK_TOKENS, max_sequences=8, prefill_rows=640),
+        GenerationLimits(kv_tokens=15 * KV_BLOCK_TOKENS, max_sequences=99, prefill_rows=640),
+    ],
+    ids=["sequences", "memory"],
+)
+def test_caller_that_fills_the_batch_gives_up_to_another_at_once(limits: GenerationLimits) -> None:
+    scheduler = Scheduler(limits)
+    for number in range(20):
+        scheduler.add(sequence(number, 4, 100, "greedy"))
+    execute_order(scheduler, scheduler.next_order())
+    most = len(scheduler.running)
+    assert most == 8
+    for number in range(20, 24):
+        scheduler.add(sequence(number, 4, 100, "other"))
+    for _ in range(2):  # a step of prompts, before or after one of decoding
+        execute_order(scheduler, scheduler.next_order())
+    assert (running_of(scheduler, "greedy"), running_of(scheduler, "other")) == ([0, 1, 2, 3], [20, 21, 22, 23])
+    for number in range(24, 30):  # nobody gets more than half now
+        scheduler.add(sequence(number, 4, 100, "other"))
+        execute_order(scheduler, scheduler.next_order())
+    assert (running_of(scheduler, "greedy"), running_of(scheduler, "other")) == ([0, 1, 2, 3], [20, 21, 22, 23])
+
+
+def test_prompts_of_callers_are_prefilled_in_turns() -> None:
+    scheduler = Scheduler(GenerationLimits(kv_tokens=4000, max_sequences=9, prefill_rows=64))
+    for number in range(4):
+        scheduler.add(sequence(number, 640, 5, "greedy"))
+    execute_order(scheduler, scheduler.next_order())
+    scheduler.add(sequence(9, 10, 5, "other"))
+    assert [len(rows.token_ids) for rows in scheduler.next_order().rows] == [10, 54]
+
+
+def test_growing_sequence_takes_the_room_of_the_caller_with_the_most() -> None:
+    scheduler = Scheduler(GenerationLimits(kv_tokens=8 * KV_BLOCK_TOKENS, max_sequences=9, prefill_rows=64))
+    for number in (1, 2, 3):
+        scheduler.add(sequence(number, 10, 50, "greedy"))
+    execute_order(scheduler, scheduler.next_order())
+    scheduler.add(newest := sequence(4, 10, 50, "other"))
+    while not (cache := newest.cache):
+        execute_order(scheduler, scheduler.next_order())
+    while not newest.ended:
+        assert newest.cache == cache
+        execute_order(scheduler, scheduler.next_order())
+    assert len(running_of(scheduler, "greedy")) < 3
 
 
 def test_repeated_prompt_of_whole_blocks_computes_the_last_one() -> None:
