@@ -6,6 +6,7 @@ import json
 
 from tools.bench.experiment import make_experiment, read_settings
 from tools.bench.http.experiments import RECORDED, OverheadRow, TurnRow
+from tools.bench.http.flood import FloodRow, Good
 
 
 def test_recorded_requests_begin_alike() -> None:
@@ -37,3 +38,17 @@ def test_summaries_say_what_is_missed() -> None:
     )  # fmt: skip
     assert not turns.summary([turn]).failure
     assert turns.summary([turn.model_copy(update={"new_tokens": (2000, 170, 20)})]).failure
+
+
+def test_flood_fails_where_the_hostile_app_takes_too_much() -> None:
+    flood = make_experiment(read_settings("flood"))
+    alone, beside = (
+        Good(seconds=10, answers=answers, tokens=16 * answers, connect_seconds=0.01) for answers in (100, 85)
+    )
+    row = FloodRow(
+        attack="long answers", alone=(alone,), beside=(beside,), done=9, errors={}, gateway_bytes=100 << 20
+    )
+    assert not flood.summary([row]).failure
+    for worse in ({"answers": 79}, {"tokens": 79 * 16}, {"failed": ("QueueFull",)}, {"connect_seconds": 0.31}):
+        assert flood.summary([row.model_copy(update={"beside": (beside.model_copy(update=worse),)})]).failure
+    assert flood.summary([row.model_copy(update={"gateway_bytes": 129 << 20})]).failure

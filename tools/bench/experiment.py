@@ -21,7 +21,7 @@ Named: TypeAlias = Mapping[str, Mapping[str, Any]]
 MODULES = (
     "tools.bench.strategies", "tools.bench.scenarios", "tools.bench.generation", "tools.bench.exactness",
     "tools.bench.shortcuts", "tools.bench.graphs", "tools.bench.faults", "tools.bench.idle_cost",
-    "tools.bench.http.experiments", "tools.bench.versions", "tools.bench.one_core",
+    "tools.bench.http.experiments", "tools.bench.http.flood", "tools.bench.versions", "tools.bench.one_core",
     "tools.bench.kernel_speed", "tools.research.partition", "tools.research.points", "tools.research.moirai",
     "tools.research.coarsening", "tools.research.doppler",
 )  # fmt: skip

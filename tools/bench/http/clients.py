@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from hearth.client.home import AsyncHome, connect_async
+from hearth.errors import HearthError
 from hearth.platform.security import coordinator_access, load_credential, parse_token
 from tools.bench.child import HomeClients, serve
 from tools.bench.http.home import HOST, PORT
@@ -21,6 +22,7 @@ _PATH = "/v1/chat/completions"
 _DATA = b"data: "
 _CONNECT_SECONDS = 30.0
 _ANSWER_SECONDS = 300.0
+_LOOK_SECONDS = 0.5  # between two new connections
 
 
 def request_bytes(
@@ -70,6 +72,51 @@ class HttpClients(HomeClients):
         """One streamed chat: the seconds until its first event, and its usage."""
         chat = await _chat_alone(token, body)
         return {"first_seconds": chat.event_seconds, "usage": chat.usage}
+
+    async def keep_asking(self, token: str, seconds: float, max_tokens: int) -> dict[str, Any]:
+        """Ask without pause for so long, with the library and over HTTP. Returns answers, tokens and errors.
+
+        Twice a second a new connection asks whether the gateway is there: the longest time until it answered.
+        """
+        loop = asyncio.get_running_loop()
+        end, counts, failed, waits = loop.time() + seconds, [0, 0], list[str](), [0.0]
+        messages = [{"role": "user", "content": "Is it on?"}]
+        body = {"model": "model", "messages": messages, "max_tokens": max_tokens}
+
+        async def repeat(ask: Callable[[], Awaitable[int]], pause: float = 0.0) -> None:
+            while loop.time() < end:
+                try:
+                    tokens = await ask()
+                    counts[0] += tokens > 0
+                    counts[1] += tokens
+                except (HearthError, OSError, ValueError, asyncio.IncompleteReadError) as error:
+                    failed.append(f"{type(error).__name__}: {error}"[:200])
+                await asyncio.sleep(pause)
+
+        async def over_http() -> int:
+            return int((await _chat_alone(token, body)).usage["completion_tokens"])
+
+        async def look() -> int:
+            began = loop.time()
+            reader, writer = await asyncio.open_connection(HOST, PORT)
+            writer.write(request_bytes("GET", "/health"))
+            await reader.readuntil(b"\r\n\r\n")
+            waits.append(loop.time() - began)
+            writer.close()
+            return 0
+
+        async with await self._library(token) as home:
+
+            async def with_library() -> int:
+                async with home.generate(messages=messages, max_tokens=max_tokens) as answer:
+                    return sum([1 async for _ in answer])
+
+            began = loop.time()
+            await asyncio.gather(repeat(over_http), repeat(with_library), repeat(look, _LOOK_SECONDS))
+        return {
+            "seconds": loop.time() - began, "answers": counts[0], "tokens": counts[1], "failed": failed,
+            "connect_seconds": max(waits),
+        }  # fmt: skip
 
     async def _library(self, token: str) -> AsyncHome:
         """A connection of the client library as the app of this token."""

@@ -51,12 +51,21 @@ class HttpHome:
         return str(answer["token"])
 
     def gateway_seconds(self) -> float:
-        """Processor time of the gateway's process. Raises InternalError if there is none."""
+        """Processor time of the gateway's process."""
+        return float(sum(self._gateway().cpu_times()[:2]))
+
+    def gateway_peak_bytes(self) -> int:
+        """The largest resident memory that the gateway's process has had."""
+        status = Path(f"/proc/{self._gateway().pid}/status").read_text()
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmHWM"))
+
+    def _gateway(self) -> psutil.Process:
+        """The gateway's process. Raises InternalError if there is none."""
         children = psutil.Process(self._coordinator).children(recursive=True)
         process = with_argument((child.pid for child in children), _GATEWAY)
         if process is None:
             raise InternalError(where="the gateway", reason="its process has ended; see coordinator.log")
-        return float(sum(process.cpu_times()[:2]))
+        return process
 
 
 @contextmanager
