@@ -127,7 +127,7 @@ class AgentDaemon:
             return self._hello(message)
         if isinstance(message, wire.GetTelemetry):
             return await self._read_telemetry()
-        if isinstance(message, wire.Command):
+        if isinstance(message, wire.Command) and not isinstance(message, wire.Heartbeat):
             self._require_lease(message)
         return await self._execute(caller, message, payload)
 
@@ -297,7 +297,10 @@ class AgentDaemon:
             await cancel_all([ending])
 
     def _heartbeat(self, caller: Caller, message: wire.Heartbeat) -> wire.Message:
-        self._lease, self._renewed_by = self._require_lease(message).renewed(loop_time()), caller
+        """Renew the lease, also one that has ended since, as long as no other coordinator has taken it."""
+        if self._lease is None or self._lease.holder != message.holder:
+            raise LeaseLost(device=self.name)
+        self._lease, self._renewed_by = self._lease.renewed(loop_time()), caller
         return self._state()
 
     async def _watch_workers(self, message: wire.WatchWorkers) -> AsyncGenerator[wire.Message, None]:

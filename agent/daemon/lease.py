@@ -27,8 +27,8 @@ class Lease:
         return Lease(self.holder, self.holder_name, self.seconds, now + self.seconds)
 
     def released(self, now: float) -> Lease:
-        """The lease, ended now: another coordinator may take the workers over."""
-        return Lease(self.holder, self.holder_name, self.seconds, min(self.expires, now))
+        """The lease, ended now: it is nobody's, and another coordinator may take the workers over."""
+        return Lease("", self.holder_name, self.seconds, min(self.expires, now))
 
     def is_live(self, now: float) -> bool:
         return now < self.expires

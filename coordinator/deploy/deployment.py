@@ -103,6 +103,11 @@ class Deployment:
         self._failed: asyncio.Future[HearthError] = asyncio.get_running_loop().create_future()
 
     @property
+    def last_step(self) -> int:
+        """The number of the newest step."""
+        return self._step
+
+    @property
     def epoch(self) -> int:
         return self.plan.epoch
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from coordinator.devices.quarantine import Quarantine, after_fault
 from hearth.errors import DuplicateDevice, HearthError
@@ -51,6 +51,8 @@ _LEAST_ROUND_TRIPS = 5
 _LONGEST_RADIO_STALL_SECONDS = 2.0
 _SUSPECT_FRACTION = 0.6  # of that time, from which a device is suspect: longer than one interval
 
+# Times and lengths of answers' delays, longest first: those that no later one has exceeded.
+Silences: TypeAlias = tuple[tuple[float, float], ...]
 Health = Literal["alive", "suspect", "dead", "busy", "refused"]
 
 
@@ -67,8 +69,7 @@ class Device:
     state: AgentState | None = None
     telemetry: Telemetry | None = None
     quarantine: Quarantine | None = None  # the last one, which may have ended
-    # Times and lengths of answers' delays, longest first: those that no later one has exceeded.
-    silences: tuple[tuple[float, float], ...] = ()
+    silences: Silences = ()
     watched_since: float = -math.inf
     round_trips: tuple[float, ...] = ()  # seconds of its last `_ROUND_TRIPS` heartbeats, or of a standby's questions
     # The workers that ran here when this coordinator took its lease, by deployment.
@@ -165,11 +166,11 @@ def after_report(device: Device, state: AgentState) -> Device:
 
 def after_answer(device: Device, now: float) -> Device:
     """The record after any answer: alive."""
-    silences = _add_silence(device.silences, now, now - device.last_seen)
+    silences = add_silence(device.silences, now, now - device.last_seen)
     return replace(device, last_seen=now, health="alive", reason="", disconnected_at=None, silences=silences)
 
 
-def silences_at_return(previous: Device | None, welcome: AgentWelcome, now: float) -> tuple[tuple[float, float], ...]:
+def silences_at_return(previous: Device | None, welcome: AgentWelcome, now: float) -> Silences:
     """The silences of a device that says hello again. If it was given up although it ran, that silence counts.
 
     One that no limit would have covered does not: it would delay the notice of the next loss, and prevent none.
@@ -179,12 +180,10 @@ def silences_at_return(previous: Device | None, welcome: AgentWelcome, now: floa
     silence_seconds = now - previous.last_seen
     if previous.welcome.boot_id != welcome.boot_id or silence_seconds > _LONGEST_STALL_SECONDS:
         return previous.silences
-    return _add_silence(previous.silences, now, silence_seconds)
+    return add_silence(previous.silences, now, silence_seconds)
 
 
-def _add_silence(
-    silences: tuple[tuple[float, float], ...], now: float, seconds: float
-) -> tuple[tuple[float, float], ...]:
+def add_silence(silences: Silences, now: float, seconds: float) -> Silences:
     """The silences with a new one; those that are older than the window, or shorter than the new one, no longer matter."""
     kept = ((at, length) for at, length in silences if length > seconds and now - at < _SILENCE_WINDOW_SECONDS)
     return (*kept, (now, seconds))
@@ -198,8 +197,11 @@ def dead_seconds(device: Device, now: float) -> float:
         return DEAD_SECONDS
     learned = min((now - device.watched_since) / _LEARNING_SECONDS, 1.0)
     cautious = DEAD_SECONDS - learned * (DEAD_SECONDS - MIN_DEAD_SECONDS)
-    longest = max((length for at, length in device.silences if now - at < _SILENCE_WINDOW_SECONDS), default=0.0)
-    return max(min(_SILENCE_FACTOR * longest, MAX_DEAD_SECONDS), cautious)
+    return max(min(_SILENCE_FACTOR * _longest(device.silences, now), MAX_DEAD_SECONDS), cautious)
+
+
+def _longest(silences: Silences, now: float) -> float:
+    return max((length for at, length in silences if now - at < _SILENCE_WINDOW_SECONDS), default=0.0)
 
 
 def lease_seconds(device: Device, shortest: float, now: float) -> float:
@@ -210,6 +212,11 @@ def lease_seconds(device: Device, shortest: float, now: float) -> float:
     if now - device.watched_since < _LEARNING_SECONDS and not device.is_on_radio:  # its silences are not known yet
         return shortest
     return min(max(_LEASE_FACTOR * dead_seconds(device, now), shortest), LEASE_SECONDS)
+
+
+def lease_after_silences(silences: Silences, shortest: float, now: float) -> float:
+    """How long a lease lasts that such silences do not end, at most 5 s."""
+    return min(max(_LEASE_FACTOR * _SILENCE_FACTOR * _longest(silences, now), shortest), LEASE_SECONDS)
 
 
 def witnessed_seconds(device: Device, now: float, num_witnesses: int) -> float:

@@ -34,9 +34,14 @@ class FakeFleet(ABC):
     holder = "test"
 
     def may_compute(self) -> bool:
-        return True
+        return self.has_majority
+
+    def leased(self) -> set[str]:
+        return set(self.devices) - self.without_lease
 
     def __init__(self, names: Sequence[str], link_bytes_per_second: float) -> None:
+        self.has_majority = True
+        self.without_lease: set[str] = set()
         self.last_epoch = 0
         self.running_epochs: dict[str, int] = {}
         self.devices = {name: ready_device(name) for name in names}

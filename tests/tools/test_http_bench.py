@@ -45,9 +45,7 @@ def test_flood_fails_where_the_hostile_app_takes_too_much() -> None:
     alone, beside = (
         Good(seconds=10, answers=answers, tokens=16 * answers, connect_seconds=0.01) for answers in (100, 85)
     )
-    row = FloodRow(
-        attack="long answers", alone=(alone,), beside=(beside,), done=9, errors={}, gateway_bytes=100 << 20
-    )
+    row = FloodRow(attack="long answers", alone=(alone,), beside=(beside,), done=9, errors={}, gateway_bytes=100 << 20)
     assert not flood.summary([row]).failure
     for worse in ({"answers": 79}, {"tokens": 79 * 16}, {"failed": ("QueueFull",)}, {"connect_seconds": 0.31}):
         assert flood.summary([row.model_copy(update={"beside": (beside.model_copy(update=worse),)})]).failure

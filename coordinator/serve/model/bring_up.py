@@ -24,6 +24,7 @@ from coordinator.serve.state import Goal
 from hearth.errors import BadPlan, HearthError, MemoryTaken, ModelDoesNotFit, NoDevices
 from hearth.plan.plan import Plan, plan_hash
 from hearth.platform.asyncio_tools import loop_time
+from hearth.protocol import LEASE_SECONDS
 from hearth.wire.messages import ChunksMissing, FindMissing, SegmentParts, ShardParts, WorkerLibrary
 
 log = logging.getLogger(__name__)
@@ -85,6 +86,23 @@ class BringUp:
         worker = device.taken_over.get(self.services.deployment)
         return worker is not None and (worker.plan_hash, worker.rank) == (expected_hash, rank)
 
+    async def await_leases(self, plan: Plan | None = None) -> None:
+        """Wait until this coordinator may compute, and holds the leases on the devices that answer, or on those of a plan.
+
+        Planned without them, their workers would be unloaded. A device whose lease does not come back counts as lost after a
+        while, and one of the plan that is lost is not waited for.
+        """
+        fleet, began = self.services.fleet, loop_time()
+        if not fleet.may_compute():
+            self.services.report("waiting for the leases on most devices of this home")
+        while True:
+            wanted = {device.device_id for device in fleet.usable()}
+            if plan is not None:
+                wanted &= {device.device_id for device in plan.devices}
+            if fleet.may_compute() and (wanted <= fleet.leased() or loop_time() - began > LEASE_SECONDS):
+                return
+            await asyncio.sleep(_POLL_SECONDS)
+
     async def await_devices(self, plan: Plan, has_served: bool) -> cycle.SavedPlanAccepted | cycle.SavedPlanRejected:
         """Wait for all devices of a saved plan and measure their links. The plan must also respect the user's limits.
 
@@ -127,6 +145,7 @@ class BringUp:
 
         `recovering`: skip the quiet period and the minimum number of devices. `error`: what ended the deployment, if one did.
         """
+        await self.await_leases()
         await self._let_pinned_plan_first()
         settings, fleet = self.services.settings, self.services.fleet
         if recovering:

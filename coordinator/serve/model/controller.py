@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -157,6 +158,8 @@ class Controller:
             if self._action_task is not None:
                 self._action_task.cancel()
                 await asyncio.wait({self._action_task})
+            if self.keep_workers:
+                self._retired = []
             if self.deployment is not None and self.keep_workers:
                 self.requests.admission.close(errors.NotServing(state="another coordinator takes over"))
                 self.deployment.fail(errors.LeaseLost(device="this home"))
@@ -282,6 +285,8 @@ class Controller:
         match action:
             case "take_over" if plan is not None:
                 return await self._take_over(plan)
+            case "resume" if plan is not None and deployment is not None:
+                return await self._resume(plan, deployment)
             case "await_devices" if state.saved_plan is not None:
                 event = await self._bring_up.await_devices(state.saved_plan, state.has_served)
                 if isinstance(event, cycle.SavedPlanRejected):
@@ -421,6 +426,21 @@ class Controller:
         self._replanner.record_restored_plan(plan)
         return cycle.WorkersTakenOver(plan.epoch)
 
+    async def _resume(self, plan: Plan, lost: Deployment) -> cycle.WorkersTakenOver | cycle.DeploymentLost:
+        """Once the leases on the plan's devices are back, go on with the workers of a deployment, which have run on."""
+        try:
+            while True:
+                await self._bring_up.await_leases(plan)
+                for device in (self._services.fleet.devices[each.device_id] for each in plan.devices):
+                    if (error := loss_error(device, lost, loaded=True)) is not None:
+                        raise error
+                self.deployment = deployment = self.kind.deployment(plan, self.name)
+                with suppress(errors.LeaseLost):
+                    await deployment.take_over(lost.last_step)
+                    return cycle.WorkersTakenOver(plan.epoch)
+        except errors.HearthError as error:
+            return cycle.DeploymentLost(plan.epoch, error)
+
     # ---- serving --------------------------------------------------------------------------------------------------
 
     async def _serve(self, deployment: Deployment) -> cycle.Event | None:
@@ -464,6 +484,8 @@ class Controller:
             self._monitored[1].observe(relative_size, compute_seconds, total_seconds)
 
     def _report_loss(self, deployment: Deployment, error: errors.HearthError) -> None:
+        if isinstance(error, errors.LeaseLost) and isinstance(deployment.failure, errors.LeaseLost):
+            return  # it waits for the leases already
         deployment.fail(error)
         self.handle(cycle.DeploymentLost(deployment.epoch, error))
 

@@ -2,7 +2,7 @@
 
 Events report what happened; `controller` executes the actions. The phases of a start without failures: idle, settling
 (waiting for devices), profiling, planning, pushing weights, loading, warming up, serving. After a restart: idle, adopting
-(taking over the running workers), warming up, serving.
+(taking over the running workers), warming up, serving. So it is after leases were lost and no other coordinator took them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from hearth.errors import ChunkMissing, HearthError, PartLost
+from hearth.errors import ChunkMissing, HearthError, LeaseLost, PartLost
 from hearth.plan.plan import Plan
 from hearth.wire.messages import DeploymentPhase
 
@@ -201,6 +201,7 @@ Action: TypeAlias = Literal[
     "finish",  # end `run`; in the phase `failed`, with an error that retrying cannot fix
     # Executed in the same way; each reports an event when done. Every phase except `idle` has one:
     "take_over",  # the running workers of the last deployment
+    "resume",  # wait for the leases that were lost, and take over the workers, which have run on
     "await_devices",  # wait for those of the saved plan
     "settle",  # wait until no new device joins; without the wait if requests were served before. Finds a prepared plan
     "profile",  # measure the devices
@@ -334,6 +335,8 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
         Once per device: without a pause, a device that fails at every attempt would keep the coordinator busy.
         """
         nonlocal state
+        if isinstance(error, LeaseLost):  # no device is at fault; `settle` waits for the leases
+            return settle(*first)
         if not isinstance(error, PartLost | ChunkMissing) or error.device in state.lost:
             return fail(error, "record_loss")
         state = replace(state, lost=state.lost | {error.device})
@@ -357,6 +360,10 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
             return settle("retire_workers")
         case "adopting", TakeOverFailed():
             return await_devices(state.saved_plan)
+        case "serving" | "warming", DeploymentLost(_, LeaseLost()):
+            return to("adopting", "stop_admitting", "resume", saved_plan=None)
+        case "warming", ActionFailed(LeaseLost()):
+            return to("adopting", "resume", saved_plan=None)
         case "adopting", DeploymentLost():
             state = replace(state, has_served=True)
             return settle("record_loss", "retire_workers")
@@ -400,6 +407,8 @@ def _transition(state: Lifecycle, event: Event) -> tuple[Lifecycle, Actions] | N
             return settle("record_loss", "retire_workers")
         case "draining", DeploymentLost():
             return end("record_loss")
+        case phase, ActionFailed(LeaseLost()) if phase in _BRING_UP:
+            return settle()
         case phase, ActionFailed(error) if phase in _BRING_UP:
             return fail(error, "record_loss")
         case "failed", RetryDue():

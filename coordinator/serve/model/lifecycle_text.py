@@ -39,6 +39,8 @@ def describe_state(state: cycle.Lifecycle) -> str:
             return "starting"
         case "idle", _:
             return "stopped"
+        case "adopting", cycle.DeploymentLost(_, error) | cycle.ActionFailed(error):
+            return f"waiting for the devices: {error.explanation()}"
         case "adopting", _:
             return "taking over the workers of the last plan"
         case "settling", cycle.DeploymentLost(_, error) | cycle.ActionFailed(error):

@@ -10,6 +10,7 @@ import logging
 import secrets
 from collections.abc import Callable
 
+from coordinator.devices import registry
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum, lacking, others_may_lead
 from coordinator.serve.state import StateFile
@@ -38,6 +39,7 @@ class Leadership:
     def __init__(self, fleet: Fleet, state: StateFile, on_lost: Callable[[HearthError], None]) -> None:
         self.quorum = Quorum(secrets.token_hex(8), state.load().configuration)
         self._has_standby = False
+        self._stalls: registry.Silences = ()  # of this process, which renews no lease meanwhile
         self._is_needed = asyncio.Event()  # there is a standby, or the devices remember one
         self._fleet = fleet
         self._state = state
@@ -66,12 +68,15 @@ class Leadership:
 
     async def run(self) -> None:
         """Keep the quorum until cancelled. Raises AnotherLeads."""
-        might_compute = True
+        might_compute, was_needed = True, False
         busy_since: float | None = None
         while True:
             if self.quorum.current is None:
                 await self._is_needed.wait()
-            elif self._fleet.lease_seconds != STANDBY_LEASE_SECONDS:
+            elif was_needed:
+                self._fleet.lease_seconds = self._lease_seconds()  # heartbeats change those that there are
+            else:
+                was_needed = True
                 self._fleet.lease_seconds = STANDBY_LEASE_SECONDS
                 await asyncio.gather(*map(self._fleet.acquire_again, self._fleet.leased()))
             self._update_voters()
@@ -82,7 +87,14 @@ class Leadership:
             busy_since = (busy_since or loop_time()) if self._others_lead() else None
             if busy_since is not None and loop_time() - busy_since > _DEPOSED_SECONDS:
                 raise AnotherLeads
+            slept = loop_time()
             await asyncio.sleep(_POLL_SECONDS)
+            now = loop_time()
+            self._stalls = registry.add_silence(self._stalls, now, now - slept - _POLL_SECONDS)
+
+    def _lease_seconds(self) -> float:
+        """The shortest lease: as if the devices had been silent for as long as this process stalled."""
+        return registry.lease_after_silences(self._stalls, STANDBY_LEASE_SECONDS, loop_time())
 
     def _others_lead(self) -> bool:
         busy = {device_id for device_id, device in self._fleet.devices.items() if device.health == "busy"}

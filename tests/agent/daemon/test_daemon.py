@@ -144,6 +144,21 @@ async def test_lease_that_ends_while_chunks_are_hashed_leaves_no_worker(agent: A
     assert Worker.started == []
 
 
+async def test_heartbeat_takes_a_lease_again_that_ended_without_a_rival(agent: Agent) -> None:
+    agent.store.finish()
+    await agent.load(epoch=1)
+    ended = wire.AcquireLease(holder=LOAD.holder, holder_name="c", seconds=0.05, adopt={LOAD.deployment: 1})
+    await agent.ask(ended)
+    await asyncio.sleep(0.1)
+    with pytest.raises(LeaseLost):
+        await agent.ask(wire.FindMissing(holder=LOAD.holder, hashes=()))
+    assert await agent.workers() == [(LOAD.deployment, 1)]
+    await asyncio.sleep(0.1)
+    assert isinstance(await agent.ask(STANDBY), wire.LeaseGranted)
+    with pytest.raises(LeaseLost):
+        await agent.workers()
+
+
 STANDBY = wire.AcquireLease(holder="s", holder_name="standby", seconds=2.0, ended="c")
 
 

@@ -476,6 +476,68 @@ async def test_workers_that_survive_a_loss_go_on_in_the_next_plan(kind: str, new
         assert {message.epoch for message in unloads} == {lost.epoch}
 
 
+LEASES_LOST = errors.LeaseLost(device="most devices of this home")
+
+
+def changes_of_workers(case: Case, since: int) -> list[wire.Message]:
+    """The commands to load and to unload."""
+    return [message for _, message in case.fleet.asked[since:] if isinstance(message, wire.Load | wire.Unload)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_workers_run_on_while_leases_are_lost_and_serve_the_waiting_request(kind: str, new_case: NewCase) -> None:
+    case = new_case(kind)
+    async with case.serving() as home:
+        plan, already = home.plan, len(case.fleet.asked)
+        case.fleet.released.clear()
+        asked = asyncio.create_task(case.ask(home))
+        await home.until(lambda: case.fleet.running)
+        case.fleet.has_majority = False
+        home.controller.lose_deployment(LEASES_LOST)
+        case.fleet.released.set()
+        await home.until(lambda: home.controller.lifecycle.phase == "adopting")
+        await let_tasks_run(200)
+        assert home.controller.lifecycle.phase == "adopting"
+        assert not asked.done()
+        case.fleet.has_majority = True
+        await home.until(lambda: home.ready)
+        await asked
+        assert home.plan is plan
+        assert changes_of_workers(case, already) == []
+        assert home.controller.requests.num_failed == 0
+
+
+async def test_device_that_lost_its_lease_and_its_worker_is_planned_for_again(new_case: NewCase) -> None:
+    case = new_case("transformer")
+    async with case.serving() as home:
+        plan = home.plan
+        case.fleet.without_lease = {"b"}
+        home.controller.lose_deployment(errors.LeaseLost(device="b"))
+        await home.until(lambda: home.controller.lifecycle.phase == "adopting")
+        device = case.fleet.devices["b"]
+        case.fleet.devices["b"] = replace(device, state=wire.AgentState(boot_id=device.welcome.boot_id, workers=()))
+        case.fleet.without_lease = set()
+        await home.until(lambda: home.ready and home.plan is not plan)
+        await case.ask(home)
+
+
+async def test_no_plan_is_made_without_a_majority(new_case: NewCase) -> None:
+    case = new_case("transformer", "abc")
+    async with case.serving() as home:
+        already = len(case.fleet.asked)
+        case.fleet.has_majority = False
+        asked = asyncio.create_task(case.ask(home))
+        for name in "bc":
+            home.kill(name)
+        await home.until(lambda: home.count_lines("waiting for the leases on most devices of this home"))
+        await let_tasks_run(200)
+        assert changes_of_workers(case, already) == []
+        case.fleet.has_majority = True
+        await home.until(lambda: home.ready)
+        await asked
+        assert home.names() == "a"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "during", [wire.FindMissing, wire.Load, wire.ConnectPeers, wire.Run], ids=lambda message: message.__name__

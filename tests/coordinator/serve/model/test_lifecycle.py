@@ -46,10 +46,11 @@ from coordinator.serve.model.lifecycle import (
     step,
 )
 from coordinator.serve.model.lifecycle_text import describe_cause
-from hearth.errors import BadSetting, ChunkMissing, DeviceLost, NoDevices, StoreFull, WorkerDied
+from hearth.errors import BadSetting, ChunkMissing, DeviceLost, LeaseLost, NoDevices, StoreFull, WorkerDied
 
 LOST = DeviceLost(device="b", reason="no answer")
 DIED = WorkerDied(device="b", reason="killed")
+UNLEASED = LeaseLost(device="most devices of this home")
 EVICTED = ChunkMissing(chunk="ab12", device="a")
 FULL = StoreFull(device="b", needed_bytes=2, free_bytes=1)
 WRONG = BadSetting(setting="--strategy", reason="no")
@@ -126,6 +127,16 @@ TABLE: list[tuple[tuple[Event, ...], Event, DeploymentPhase, Actions, Any]] = [
         UP_TO_SERVING, DeploymentLost(1, LOST), "settling",
         ("stop_admitting", "record_loss", "retire_workers", "settle"), None,
     ),
+    (UP_TO_SERVING, DeploymentLost(1, UNLEASED), "adopting", ("stop_admitting", "resume"), plan(epoch=1)),
+    ((*UP_TO_SERVING, DeploymentLost(1, UNLEASED)), WorkersTakenOver(1), "warming", ("warm_up",), plan(epoch=1)),
+    (
+        (*UP_TO_SERVING, DeploymentLost(1, UNLEASED)), DeploymentLost(1, LOST), "settling",
+        ("record_loss", "retire_workers", "settle"), None,
+    ),
+    (UP_TO_SWAP, DeploymentLost(1, UNLEASED), "settling", ("record_loss", "retire_workers", "settle"), None),
+    (UP_TO_WARMING, ActionFailed(UNLEASED), "adopting", ("resume",), plan(epoch=1)),
+    (UP_TO_LOADING, ActionFailed(UNLEASED), "settling", ("retire_workers", "settle"), None),
+    (UP_TO_PLANNING, ActionFailed(UNLEASED), "settling", ("settle",), None),
     (UP_TO_SERVING, StopRequested(), "draining", ("refuse_requests", "drain"), plan(epoch=1)),
     (
         (*UP_TO_SERVING, DeploymentLost(1, LOST)), PreparedPlanFound(plan("ahead"), 5), "pushing", ("push",),
@@ -313,7 +324,7 @@ def test_every_event_has_a_description() -> None:
 
 EPOCHS = st.integers(1, 6)
 PLANS = st.sampled_from("xyz").map(plan)
-ERRORS = st.sampled_from([LOST, DIED, FULL, WRONG])
+ERRORS = st.sampled_from([LOST, DIED, FULL, WRONG, UNLEASED])
 EVENTS = st.one_of(
     st.builds(GoalSet, st.none() | PLANS, st.none() | st.builds(plan, st.sampled_from("xyz"), EPOCHS)),
     st.builds(TakeOverFailed, st.just("no worker"), st.booleans()),
@@ -333,7 +344,7 @@ EVENTS = st.one_of(
 WORK: dict[DeploymentPhase, tuple[Action, ...]] = {
     "settling": ("await_devices", "settle"), "profiling": ("profile",), "planning": ("make_plan",), "pushing": ("push",),
     "loading": ("load",), "warming": ("warm_up",), "serving": ("serve",), "draining": ("drain",),
-    "failed": ("wait_to_retry", "finish"), "idle": ("finish",), "adopting": ("take_over",),
+    "failed": ("wait_to_retry", "finish"), "idle": ("finish",), "adopting": ("take_over", "resume"),
     "unloaded": ("await_request",),
 }  # fmt: skip
 
@@ -409,7 +420,9 @@ def test_random_events_keep_all_invariants(data: st.DataObject) -> None:
                 assert lost_plan is None or lost_plan.epoch < after.epoch
         assert admitting == (after.phase == "serving")
 
-        if state.phase == "serving" and isinstance(event, DeploymentLost):
+        if state.phase == "serving" and isinstance(event, DeploymentLost) and event.error is UNLEASED:
+            assert (after.phase, after.plan) == ("adopting", state.plan)  # its workers run on
+        elif state.phase == "serving" and isinstance(event, DeploymentLost):
             # A lost plan is not deployed again unchanged: the coordinator looks for devices and plans.
             assert after.phase == "settling"
             assert (after.plan, after.saved_plan, after.next_plan) == (None, None, None)

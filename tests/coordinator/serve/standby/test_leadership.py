@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from coordinator.serve.standby.leadership import AnotherLeads, Leadership
 from coordinator.serve.state import StateFile
 from hearth.errors import HearthError, LeaseLost
 from hearth.platform.asyncio_tools import cancel_all
+from hearth.protocol import LEASE_SECONDS, STANDBY_LEASE_SECONDS
 from hearth.wire import messages as wire
 
 POLL_SECONDS = 0.02
@@ -121,3 +123,13 @@ async def test_coordinator_whose_devices_work_for_another_one_gives_up(
     devices.devices["b"].health = "busy"
     with pytest.raises(AnotherLeads):
         await running
+
+
+async def test_leases_last_longer_after_the_coordinator_has_stalled(tmp_path: Path) -> None:
+    leadership, devices, _ = restarted(tmp_path)
+    running = asyncio.create_task(leadership.run())
+    await until("the lease of a home with a standby", lambda: devices.lease_seconds == STANDBY_LEASE_SECONDS)
+    time.sleep(0.9)  # noqa: ASYNC251 (it stalls the event loop)
+    await until("a longer lease", lambda: devices.lease_seconds >= 2.5)
+    assert devices.lease_seconds <= LEASE_SECONDS
+    await cancel_all([running])
