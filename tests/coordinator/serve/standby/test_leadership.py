@@ -129,7 +129,7 @@ async def test_leases_last_longer_after_the_coordinator_has_stalled(tmp_path: Pa
     leadership, devices, _ = restarted(tmp_path)
     running = asyncio.create_task(leadership.run())
     await until("the lease of a home with a standby", lambda: devices.lease_seconds == STANDBY_LEASE_SECONDS)
-    time.sleep(0.9)  # noqa: ASYNC251 (it stalls the event loop)
+    time.sleep(0.9)
     await until("a longer lease", lambda: devices.lease_seconds >= 2.5)
     assert devices.lease_seconds <= LEASE_SECONDS
     await cancel_all([running])
