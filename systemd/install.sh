@@ -7,10 +7,12 @@ usage() {
   cat << 'TEXT'
 usage: install.sh [OPTION...]    as root; installs or upgrades Hearth on this device
 
-  --coordinator      also run the coordinator here (on one device of the home)
-  --gateway          also run the HTTP gateway here; its key: (umask 077; hearth key add-app gateway > /etc/hearth/gateway.key)
-  --key new          make the home's key (on the first device)
-  --key FILE         take it from a file; -: the line that `hearth key export` printed, from standard input.
+  --coordinator      also run the coordinator here (on one device of the home; a standby on another)
+  --gateway          also run the HTTP gateway here; its key, in /etc/hearth/gateway.key with mode 600, is what this prints on the
+                     coordinator's device: sudo /opt/hearth/bin/hearth key add-app gateway --key /etc/hearth/home.key
+  --key new          with --coordinator, on the first device: make the home's key
+  --key FILE         take the key from a file; -: from standard input. On a device, the line that `hearth key add-device NAME`
+                     printed on the coordinator's; on another coordinator, that of `hearth key export`.
                      The variable HEARTH_HOME_KEY may hold the line, too. Without both, it is asked for on a terminal.
   --torch WHAT       install this build of torch or onnxruntime (a wheel, or a requirement); may be repeated. A Jetson needs
                      NVIDIA's.
@@ -27,8 +29,8 @@ fail() {
   exit "${2:-1}"
 }
 
-root=${HEARTH_SYSROOT:-} # tests detect other devices in a folder of theirs
-environment=/opt/hearth settings=/etc/hearth
+root=${HEARTH_SYSROOT:-} # tests detect other devices in a folder of theirs, and install into it
+environment=$root/opt/hearth settings=$root/etc/hearth
 services=(hearth-agent) extras=worker,coordinator,gateway
 key='' torch=() cpu='' small='' python=python3 start=yes detect=''
 while (($#)); do
@@ -130,9 +132,9 @@ pip install --no-deps --force-reinstall "$package" # the same version, but perha
 
 mkdir -p "$settings"
 if [[ -n $from_checkout ]]; then
-  install -D -m 644 "$here/hearth.sysusers" /etc/sysusers.d/hearth.conf
+  install -D -m 644 "$here/hearth.sysusers" "$root/etc/sysusers.d/hearth.conf"
   for service in hearth-agent hearth-coordinator hearth-gateway; do
-    install -D -m 644 "$here/$service.service" "/etc/systemd/system/$service.service"
+    install -D -m 644 "$here/$service.service" "$root/etc/systemd/system/$service.service"
     [[ -e $settings/$service.env ]] || install -m 644 "$here/$service.env" "$settings/$service.env"
   done
   install -m 644 "$here/../README.md" "$environment/README.md"
@@ -140,6 +142,12 @@ else
   install -m 644 /usr/share/doc/hearth-home/README.md "$environment/README.md"
 fi
 systemd-sysusers hearth.conf
+
+for service in hearth-coordinator hearth-gateway; do # those that ran here before are upgraded, too
+  if [[ " ${services[*]} " != *" $service "* ]] && systemctl is-enabled --quiet "$service" 2> /dev/null; then services+=("$service"); fi
+done
+kind=device # the home's key stays on coordinators
+if [[ " ${services[*]} " == *" hearth-coordinator "* ]]; then kind=home; fi
 
 if [[ -e $settings/home.key && -z $key ]]; then
   echo "the key in $settings/home.key stays"
@@ -149,10 +157,16 @@ else
     new) line=new ;;
     -) line=$(cat) ;;
     '') if [[ -z $line && -t 0 ]]; then
-      echo "The home's key: paste the line that \`sudo /opt/hearth/bin/hearth key export --key $settings/home.key\` prints on a"
-      read -rsp "device of the home, or press Enter to make a new one: " line
+      if [[ $kind == home ]]; then
+        echo "The home's key: press Enter to make a new home, or paste what \`hearth key export\` prints on its coordinator's device."
+      else
+        echo "This device's key: paste the line that this prints on the coordinator's device:"
+        name=${HOSTNAME,,} name=${name//[^a-z0-9-]/-}
+        echo "sudo /opt/hearth/bin/hearth key add-device ${name:0:32} --key /etc/hearth/home.key"
+      fi
+      read -rsp "> " line
       echo
-      line=${line:-new}
+      if [[ $kind == home ]]; then line=${line:-new}; fi
     fi ;;
     *) line=$(cat -- "$key") || fail "the key file cannot be read: $key" ;;
   esac
@@ -167,18 +181,22 @@ from hearth.platform import security
 text = sys.stdin.read().strip()
 try:
     key = security.new_home_key() if text == "new" else security.parse_credential(text, "the key that was given")
+    if key.kind != sys.argv[2]:
+        sys.exit(f"install.sh: this is a key of the kind {key.kind!r}; a coordinator (--coordinator) needs the home key, any other "
+                 "device one of its own: the line that `hearth key add-device NAME` prints where the coordinator runs")
     security.save_credential(Path(sys.argv[1]), key, force=True)
 except HearthError as error:
     sys.exit(f"install.sh: {error}")
-' "$settings/home.key" <<< "$line"
+' "$settings/home.key" "$kind" <<< "$line"
     chown root:root "$settings/home.key"
     chmod 600 "$settings/home.key"
   fi
 fi
 
-for service in hearth-coordinator hearth-gateway; do # those that ran here before are upgraded, too
-  if [[ " ${services[*]} " != *" $service "* ]] && systemctl is-enabled --quiet "$service" 2> /dev/null; then services+=("$service"); fi
-done
+if [[ $kind == device && $(head -c 12 "$settings/home.key" 2> /dev/null) == hearth-home-* ]]; then
+  echo "this device holds the home's key, but needs only one of its own: run it again with --key - and the line that"
+  echo "\`hearth key add-device NAME\` prints on the coordinator's device"
+fi
 systemctl --quiet enable "${services[@]}"
 if [[ ! -d /run/systemd/system ]]; then
   echo "installed; systemd does not run here, so ${services[*]} will start with it"
@@ -192,7 +210,7 @@ else
   systemctl daemon-reload
   for service in "${services[@]}"; do
     if [[ $service == hearth-gateway && ! -e $settings/gateway.key ]]; then
-      echo "hearth-gateway waits for its key: (umask 077; hearth key add-app gateway > $settings/gateway.key)"
+      echo "hearth-gateway waits for its key in $settings/gateway.key: see --gateway in the text of --help"
     else
       systemctl restart "$service" || fail "$service does not start: journalctl -u $service"
     fi

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import os
+import pty
 import re
 import shutil
 import stat
 import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 
@@ -20,9 +22,10 @@ from agent.daemon.config import load_agent_settings as load_agent
 from coordinator.serve.config import ENVIRONMENT_PREFIX as COORDINATOR_PREFIX
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.config import load_coordinator_settings as load_coordinator
+from hearth.platform.security import admin_key, format_credential, new_device_key, new_home_key
 
 UNITS = Path(__file__).parents[1] / "systemd"
-DAEMONS = ("hearth-agent", "hearth-coordinator")  # they hold the home key and keep state
+DAEMONS = ("hearth-agent", "hearth-coordinator")  # they hold a key of the home and keep state
 SERVICES = (*DAEMONS, "hearth-gateway")
 # From 0 (safest) to 10. A plain service has 9.6.
 MAX_EXPOSURE = 3.0
@@ -256,3 +259,93 @@ def test_installer_explains_its_options() -> None:
     assert done.returncode == 2
     for option in re.findall(r"^    (--[a-z-]+)", (UNITS / "install.sh").read_text(), re.MULTILINE):
         assert f"  {option} " in done.stderr
+
+
+# ---- install.sh: whose key is taken ----------------------------------------------------------------------------------
+
+HOME = new_home_key()
+LINES = {"home": format_credential(HOME), "device": format_credential(new_device_key(HOME, "kitchen"))}
+LINES["admin"] = format_credential(admin_key(HOME))
+STUBS = {
+    "id": "echo 0",
+    "chown": "",
+    "systemd-sysusers": "",
+    # `systemctl is-enabled --quiet NAME` and `systemctl --quiet enable NAME...`, with a file in place of systemd.
+    "systemctl": 'case $1$2 in is-enabled*) grep -qx "$3" "$HEARTH_SYSROOT/enabled" ;; '
+    '--quietenable) shift 2; printf "%s\\n" "$@" >> "$HEARTH_SYSROOT/enabled" ;; esac',
+    "opt/hearth/bin/python": f'case "$*" in "-m pip"* | "-c import pip") ;; *) exec {sys.executable} "$@" ;; esac',
+}
+
+
+def install(root: Path, *options: str, given: str = "", terminal: bool = False) -> tuple[int, str]:
+    """Run install.sh in a folder, with neither pip nor systemd: its status, and what it says. `given`: its input."""
+    for name, body in STUBS.items():
+        path = root / ("bin" if "/" not in name else "") / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!/bin/sh\n{body}\n")
+        path.chmod(0o755)
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    os.write(ours if terminal else theirs, f"{given}\n".encode())
+    stdin = theirs if terminal else ours
+    if not terminal:
+        os.close(theirs)
+    environment = {
+        **os.environ,
+        "HEARTH_SYSROOT": str(root),
+        "PATH": f"{root}/bin:{os.environ['PATH']}",
+        "HOSTNAME": "Pi_4.lan",
+    }
+    environment |= {"PYTHONPATH": str(UNITS.parent)}
+    command = [str(UNITS / "install.sh"), "--python", sys.executable, "--no-start", *options]
+    done = subprocess.run(
+        command, stdin=stdin, capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    os.close(stdin)
+    if terminal:
+        os.close(ours)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_installer_enrols_each_device_with_a_key_of_its_own(tmp_path: Path) -> None:
+    status, said = install(tmp_path, given=LINES["device"], terminal=True)
+    assert status == 0, said
+    assert "hearth key add-device pi-4-lan --key /etc/hearth/home.key" in said
+    key = tmp_path / "etc/hearth/home.key"
+    assert (key.read_text().strip(), key.stat().st_mode & 0o777) == (LINES["device"], 0o600)
+    assert install(tmp_path)[0] == 0  # an upgrade
+    assert key.read_text().strip() == LINES["device"]
+
+
+def test_installer_makes_a_home_on_its_coordinator_only(tmp_path: Path) -> None:
+    key = tmp_path / "etc/hearth/home.key"
+    status, said = install(tmp_path, "--key", "new")
+    assert (status, key.exists()) == (1, False), said
+    assert "add-device NAME" in said
+    assert install(tmp_path, "--coordinator", "--key", "new")[0] == 0
+    home = key.read_text()
+    assert home.startswith("hearth-home-1:")
+    status, said = install(tmp_path)  # an upgrade knows the coordinator by its unit
+    assert (status, key.read_text()) == (0, home)
+    assert "one of its own" not in said
+    assert install(tmp_path, "--key", "-", given=LINES["device"])[0] == 1
+    assert key.read_text() == home
+
+
+@pytest.mark.parametrize("kind", ["home", "admin"])
+def test_installer_refuses_other_keys_on_a_device(tmp_path: Path, kind: str) -> None:
+    status, said = install(tmp_path, "--key", "-", given=LINES[kind])
+    assert status == 1
+    assert f"a key of the kind '{kind}'" in said
+    assert LINES[kind] not in said
+    assert not (tmp_path / "etc/hearth/home.key").exists()
+
+
+def test_installer_tells_a_device_that_still_holds_the_home_key(tmp_path: Path) -> None:
+    key = tmp_path / "etc/hearth/home.key"
+    key.parent.mkdir(parents=True)
+    key.write_text(LINES["home"])
+    status, said = install(tmp_path)
+    assert (status, key.read_text()) == (0, LINES["home"])
+    assert "needs only one of its own" in said
+    assert install(tmp_path, "--key", "-", given=LINES["device"])[0] == 0
+    assert key.read_text().strip() == LINES["device"]

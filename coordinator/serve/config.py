@@ -14,6 +14,7 @@ from hearth.client.connection import COORDINATOR_PORT
 from hearth.validation import read_settings
 
 ENVIRONMENT_PREFIX = "HEARTH_COORDINATOR_"
+_SERVICE_STATE_DIR = Path("/var/lib/hearth-coordinator")  # of the systemd unit
 
 
 class CoordinatorSettings(BaseModel):
@@ -75,6 +76,13 @@ def default_state_dir(environ: Mapping[str, str], name: str = "hearth-coordinato
         return Path(environ["STATE_DIRECTORY"].split(":")[0])
     base = environ.get("XDG_STATE_HOME") or str(Path(environ.get("HOME", ".")) / ".local/state")
     return Path(base) / name
+
+
+def device_registry_dir(state_dir: Path) -> Path:
+    """Where a command reads the keys of devices: `state_dir` if it has some, else the service's, if this user may read it."""
+    if (state_dir / "devices.json").exists() or not os.access(_SERVICE_STATE_DIR, os.X_OK):
+        return state_dir
+    return _SERVICE_STATE_DIR
 
 
 def load_coordinator_settings(flags: Mapping[str, Any], environ: Mapping[str, str] = os.environ) -> CoordinatorSettings:

@@ -54,13 +54,13 @@ class Deployments:
     # ---- which ones there are -----------------------------------------------------------------------------------------
 
     async def restore(self) -> None:
-        """Create the saved deployments. Raises NotServing if nothing was ever served, and as `open_model` does."""
+        """Create the saved deployments; a new home has none. Raises as `open_model` does if none of them can be created."""
         saved = self._services.state.load()
         errors = [await self._restore(name, each) for name, each in saved.deployments.items()]
         if not self.controllers and (error := next(filter(None, errors), None)) is not None:
             raise error
-        if not saved.deployments and not saved.last_epoch:
-            raise NotServing(state="no model has been served here before")
+        if not saved.deployments:
+            self._services.report("no model is served; add one with `hearth serve MODEL`")
 
     async def create(self, goal: Goal, plan: Plan | None, name: str = "") -> None:
         """Create the deployment of the command line, and the saved ones that were added while a coordinator ran.

@@ -116,9 +116,8 @@ class Service:
     async def run(self, goal: Goal | None, plan: Plan | None = None, name: str = "") -> None:
         """Serve `goal`, or the saved deployments if it is None, until SIGTERM or SIGINT. A second signal skips draining.
 
-        `name`: of the deployment; empty: that of its model. Raises NotServing if nothing was served before, AnotherLeads, and
-        the errors of `Controller` and `Deployments.run`. If a standby follows, the first signal hands over to it, if it
-        accepts, instead of draining.
+        `name`: of the deployment; empty: that of its model. Raises AnotherLeads, and the errors of `Controller` and
+        `Deployments.run`. If a standby follows, the first signal hands over to it, if it accepts, instead of draining.
         """
         notifier = Notifier(os.environ)
         loop = asyncio.get_running_loop()

@@ -54,7 +54,7 @@ for step in "${steps[@]}"; do
     root) inside "$root" 'echo "$(uname -m), Debian $(cat /etc/debian_version), $(python3 --version)"' ;;
     install)
       say "README: install on a device"
-      inside "$root" '/srv/hearth/systemd/install.sh --key new < /dev/null'
+      inside "$root" '/srv/hearth/systemd/install.sh --coordinator --key new < /dev/null'
       inside "$root" '/opt/hearth/bin/pip list --format=freeze' > "$folder/installed.txt"
       if grep -iE '^(nvidia-|cuda-|triton)' "$folder/installed.txt"; then fail "packages for CUDA were installed"; fi
       grep -iE '^(torch|onnxruntime|numpy|hearth)' "$folder/installed.txt"

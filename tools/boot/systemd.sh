@@ -176,15 +176,15 @@ mount_into "$box" "$cache"
 if inside "$box" 'command -v hearth'; then fail "the root is not clean"; fi
 inside "$box" '/srv/hearth/systemd/install.sh < /dev/null'
 inside "$box" 'test ! -e /etc/hearth/home.key' || fail "a key appeared that nobody gave"
-inside "$box" '/srv/hearth/systemd/install.sh --key new < /dev/null; sha256sum /etc/hearth/home.key > /root/key'
+inside "$box" '/srv/hearth/systemd/install.sh --coordinator --key new < /dev/null; sha256sum /etc/hearth/home.key > /root/key'
 inside "$box" '/srv/hearth/systemd/install.sh < /dev/null; sha256sum --check --quiet /root/key'
-if inside "$box" '/srv/hearth/systemd/install.sh --key new < /dev/null'; then fail "--key new replaced the home's key"; fi
+if inside "$box" '/srv/hearth/systemd/install.sh --coordinator --key new < /dev/null'; then fail "--key new replaced the home's key"; fi
 inside "$box" 'line=$(/opt/hearth/bin/hearth key export --key /etc/hearth/home.key); rm /etc/hearth/home.key
   HEARTH_HOME_KEY=$line /srv/hearth/systemd/install.sh < /dev/null; /opt/hearth/bin/hearth key export --key /etc/hearth/home.key | grep -qxF -- "$line"'
 inside "$box" 'systemctl is-enabled hearth-agent; test -z "$(find /srv/hearth -name build -o -name "*.egg-info")"'
 unmount_from "$box"
 boot
 wait_until "the agent" 60 in_box 'systemctl is-active hearth-agent'
-in_box 'hearth devices'
+in_box 'hearth devices; systemctl is-active hearth-coordinator; hearth key add-device kitchen | grep -q ^hearth-device-1:'
 cut_power
 say "systemd: done"

@@ -18,7 +18,7 @@ from coordinator.devices.block_profiling import kept_kernel_tables
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.profiling import Profiler
 from coordinator.serve.clients.key_registry import device_keys
-from coordinator.serve.config import load_coordinator_settings
+from coordinator.serve.config import device_registry_dir, load_coordinator_settings
 from hearth.client.home import connect_async
 from hearth.errors import HearthError, NoDevices, NotAuthorised
 from hearth.plan.profile import Link
@@ -83,7 +83,7 @@ def devices(
         limit = max(wait * 4, 5.0)
         access, interfaces = agent_access(credential), interface_list(mdns_interfaces)
         state_dir = load_coordinator_settings({}).state_dir
-        own_keys = device_keys(state_dir)
+        own_keys = device_keys(device_registry_dir(state_dir))
         left_out = asyncio.create_task(_left_out_of_plans(credential, interfaces, max(wait, _COORDINATOR_SECONDS)))
         try:
             async with Fleet(

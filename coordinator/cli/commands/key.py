@@ -39,7 +39,9 @@ def new(key: KeyPathOption = None, force: ForceOption = False) -> None:
     """Create a new home key on this device."""
     security.save_credential(_key_path(key), security.new_home_key(), force)
     out.print(f"created a new home key in {_key_path(key)}", soft_wrap=True)
-    out.print("On every other device: `hearth key export` here, `hearth key import` there.")
+    out.print(
+        "It stays on coordinators. For every other device: `hearth key add-device NAME` while the coordinator runs."
+    )
 
 
 def show(key: KeyPathOption = None, as_json: AsJsonOption = False) -> None:
@@ -63,9 +65,7 @@ def show(key: KeyPathOption = None, as_json: AsJsonOption = False) -> None:
 
 
 def export(
-    role: Annotated[
-        str, typer.Option(help="home: for agents and coordinators. admin: for a person's computer.")
-    ] = "home",
+    role: Annotated[str, typer.Option(help="home: for another coordinator. admin: for a person's computer.")] = "home",
     key: KeyPathOption = None,
 ) -> None:
     """Print the key as one line, for `hearth key import` on another device."""
@@ -99,14 +99,12 @@ def rotate(key: KeyPathOption = None) -> None:
     security.save_credential(path, security.new_home_key(), force=True)
     out.print(f"rotated; the old key is kept in {path}.old", soft_wrap=True)
     out.print("Now, in this order:")
-    out.print("  1. on every device: `hearth key export` here, `hearth key import --force` there, restart hearth-agent")
-    out.print("  2. restart the coordinator")
     out.print(
-        "  3. make new keys for people (`hearth key export --role admin`), for apps (`hearth key revoke NAME`, then"
+        "  1. on every other device with the home key: `hearth key export` here, `hearth key import --force` there"
     )
-    out.print(
-        "     `hearth key add-app NAME`), and for devices with keys of their own (`revoke-device`, then `add-device`)"
-    )
+    out.print("  2. restart hearth-agent on these devices and here, then the coordinators")
+    out.print("  3. make new keys for devices (`hearth key revoke-device NAME`, then `add-device NAME`), for apps")
+    out.print("     (`hearth key revoke NAME`, then `add-app NAME`), and for people (`hearth key export --role admin`)")
 
 
 def add_app(

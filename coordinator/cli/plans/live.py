@@ -16,7 +16,7 @@ from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.plan.limits import NamedDevice, require_known
 from coordinator.serve.clients.key_registry import device_keys
-from coordinator.serve.config import CoordinatorSettings
+from coordinator.serve.config import CoordinatorSettings, device_registry_dir
 from coordinator.serve.goal import allowed_devices
 from coordinator.serve.state import Goal
 from hearth.errors import BadSetting, NoDevices, NotAuthorised
@@ -65,7 +65,7 @@ async def connect_devices(
         raise NotAuthorised(role=credential.kind, action="profile devices")
     limit = max(connection.wait * 4, 5.0)
     access, interfaces = agent_access(credential), interface_list(connection.mdns_interfaces)
-    own_keys = device_keys(settings.state_dir)
+    own_keys = device_keys(device_registry_dir(settings.state_dir))
     async with Fleet(
         access, lease_name, interfaces, connection.devices or "", on_change=on_change, device_keys=own_keys
     ) as fleet:

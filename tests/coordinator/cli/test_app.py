@@ -100,7 +100,6 @@ def test_keys_are_created_shown_exported_and_rotated(tmp_path: Path) -> None:
         (("demo", "--model", "no-such-model"), 1, "no-such-model"),
         (("embed", "hello", "--key", "KEY", "--address", "a:b"), 1, "'a:b' is not of the form"),
         # `hearth serve` exits with 2 if no retry can help; systemd does not restart it at this status.
-        (("serve", "--key", "KEY", "--state-dir", "STATE"), 1, "no model has been served here before"),
         (("serve", "CUT"), 1, "model.safetensors cannot be used: it has"),
         (("serve", "MODEL", "--key", "none"), 1, "no key at none"),
         (("serve", "MODEL", "--wire", "fp3"), 2, "'fp3' is none of"),

@@ -13,6 +13,7 @@ from support.waiting import until
 
 from coordinator.serve import state as module
 from coordinator.serve.clients.key_registry import KeyRegistry
+from coordinator.serve import config
 from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal, keep_retrying, locked_state
 from hearth.errors import BadSetting
@@ -108,3 +109,16 @@ def test_coordinator_settings_come_from_flags_then_environment() -> None:
     assert load_coordinator_settings({}, {"HOME": "/h"}).state_dir == Path("/h/.local/state/hearth-coordinator")
     with pytest.raises(BadSetting, match="--port"):
         load_coordinator_settings({"port": 70_000}, environ)
+
+
+def test_commands_read_the_keys_of_devices_where_the_service_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, service = tmp_path / "own", tmp_path / "service"
+    monkeypatch.setattr(config, "_SERVICE_STATE_DIR", service)
+    assert config.device_registry_dir(own) == own  # there is no service
+    service.mkdir()
+    assert config.device_registry_dir(own) == service
+    own.mkdir()
+    (own / "devices.json").touch()
+    assert config.device_registry_dir(own) == own
