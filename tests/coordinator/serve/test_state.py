@@ -11,9 +11,9 @@ import pytest
 from support.plans import BERT_LARGE, make_plan
 from support.waiting import until
 
+from coordinator.serve import config
 from coordinator.serve import state as module
 from coordinator.serve.clients.key_registry import KeyRegistry
-from coordinator.serve import config
 from coordinator.serve.config import load_coordinator_settings
 from coordinator.serve.state import GraphGoal, SavedDeployment, StateFile, TransformerGoal, keep_retrying, locked_state
 from hearth.errors import BadSetting
