@@ -96,7 +96,7 @@ test-numpy1: .venv-numpy1/installed
 	@.venv-numpy1/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
 	  --ignore tests/tools --ignore tests/simulation --ignore tests/golden --ignore tests/test_packaging.py
 
-# Debian's package, and Hearth as it is installed: under a real systemd, and on ARM. Both need root on a Debian machine, keep what
+# Debian's package (DEB_KEY: the key that signs it, as gpg names it), and Hearth as it is installed: under a real systemd, and on ARM. Both need root on a Debian machine, keep what
 # they download in .boot (2 GB each), and end within 40 and 60 minutes; where they cannot run, they say why.
 .PHONY: deb test-boot test-arm64
 deb: .venv/installed
@@ -168,20 +168,23 @@ SUPPLY_TOOLS := uv cyclonedx-bom pip-audit
 	@touch $@
 
 # constraints.html: the files of the pinned versions, of all that these need and of the tools here, for Linux on x86-64 and ARM and
-# Python 3.10 to 3.13. To run after a change of pins. (One hash in a constraints file makes pip ask for one of this checkout, too.)
+# CPython 3.10 and newer. To run after a change of pins. (One hash in a constraints file makes pip ask for one of this checkout, too.)
 LOCK = .venv-tools/bin/uv pip compile --quiet --no-header --only-binary :all: --format pylock.toml
-WHEEL := [^"/]*-(cp31[0-3]-cp31[0-3]|cp3[0-9]+-abi3|(py2\.)?py3[0-9]*-none)-(any|manylinux[^"/]*(x86_64|aarch64))\.whl
+WHEEL := [^"/]*-(cp31[0-9]-cp31[0-9]|cp3[0-9]+-abi3(\.abi3t)?|(py2\.)?py3[0-9]*-none)-(any|manylinux[^"/]*(x86_64|aarch64))\.whl
 hashes: .venv-tools/installed
 	@printf '%s\n' setuptools atheris $(SUPPLY_TOOLS) | $(LOCK) pyproject.toml - --extra dev -c constraints.txt \
 	  --universal --python-version 3.10 -o .venv-tools/pylock.dev.toml
 	@$(LOCK) constraints-lowest.txt --no-deps --python-version 3.10 --python-platform x86_64-manylinux_2_39 \
 	  -o .venv-tools/pylock.lowest.toml
 	@$(LOCK) constraints-numpy1.txt --no-deps --universal --python-version 3.11 -o .venv-tools/pylock.numpy1.toml
-	@sed -nE 's;.*url = "([^"]*/($(WHEEL)))".* sha256 = "([0-9a-f]{64})".*;<a href="\1#sha256=\7">\2</a><br>;p' \
+	@sed -nE 's;.*url = "([^"]*/($(WHEEL)))".* sha256 = "([0-9a-f]{64})".*;<a href="\1#sha256=\8">\2</a><br>;p' \
 	  .venv-tools/pylock.*.toml | LC_ALL=C sort -u -t '>' -k 2 > constraints.html
 
 sbom: .venv/installed .venv-tools/installed
 	@.venv-tools/bin/cyclonedx-py environment --pyproject pyproject.toml -o sbom.json .venv/bin/python
+
+audit: .venv-tools/installed
+	@tools/audit.sh .venv-tools/bin/pip-audit constraints.txt
 
 clean:
 	rm -rf .venv .venv-3.* .venv-lowest .venv-numpy1 .venv-tools .venv-clients .boot .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Builds Debian's package of Hearth from this checkout: deb.sh FOLDER [VERSION]. Prints its path. Needs dpkg-deb, and Python with
-# pip and setuptools, which make the wheel that the package holds.
+# pip, which makes the wheel that the package holds. DEB_KEY: gpg's key whose detached signature lies beside the package then.
 set -euo pipefail
 
 here=$(dirname "$(realpath "$0")") folder=$(realpath -m "$1")
@@ -13,8 +13,8 @@ tree=$scratch/tree shared=$scratch/tree/usr/share/hearth-home
 mkdir -p "$scratch/source" "$shared" "$tree"/{DEBIAN,etc/hearth,lib/systemd/system,usr/lib/sysusers.d,usr/sbin,usr/share/doc/hearth-home}
 cp -r "$here/.."/{agent,coordinator,hearth,pyproject.toml,README.md} "$scratch/source/"
 find "$scratch/source" -name __pycache__ -prune -exec rm -rf {} +
-"$python" -m pip --quiet --disable-pip-version-check wheel --no-deps --wheel-dir "$shared" "$scratch/source"
-install -m 644 "$here/../constraints.txt" "$shared/"
+"$python" -m pip --quiet --disable-pip-version-check wheel --no-deps --no-index --find-links "$here/../constraints.html" --wheel-dir "$shared" "$scratch/source"
+install -m 644 "$here/../"constraints.{txt,html} "$shared/"
 install -m 644 "$here/../README.md" "$here/../LICENSE" "$tree/usr/share/doc/hearth-home/"
 install -m 755 "$here/install.sh" "$tree/usr/sbin/hearth-setup"
 install -m 644 "$here/hearth.sysusers" "$tree/usr/lib/sysusers.d/hearth.conf"
@@ -26,5 +26,12 @@ done
 sed "s/@VERSION@/$version/" "$here/debian/control" > "$tree/DEBIAN/control"
 install -m 755 "$here/debian"/{postinst,prerm,postrm} "$tree/DEBIAN/"
 mkdir -p "$folder"
-dpkg-deb --root-owner-group --build "$tree" "$folder/hearth-home_${version}_all.deb" > /dev/null
-echo "$folder/hearth-home_${version}_all.deb"
+package=$folder/hearth-home_${version}_all.deb
+dpkg-deb --root-owner-group --build "$tree" "$package" > /dev/null
+rm -f "$package.asc"
+if [[ -n ${DEB_KEY:-} ]]; then
+  gpg --quiet --batch --local-user "$DEB_KEY" --armor --output "$package.asc" --detach-sign "$package"
+else
+  echo "not signed: DEB_KEY names no key" >&2
+fi
+echo "$package"

@@ -18,6 +18,7 @@ usage: install.sh [OPTION...]    as root; installs or upgrades Hearth on this de
                      NVIDIA's.
   --cpu              on a Jetson: do without the GPU
   --small            only what an agent needs; without the commands `hearth key`, `hearth doctor` and so on
+  --unverified       take packages from pip's index, without their SHA-256: for a mirror that lacks files.pythonhosted.org
   --python PROGRAM   Python 3.10 or newer, with its venv module (default: python3)
   --no-start         enable the services, but do not start them
   --detect           only say what this device is, and what would be installed
@@ -32,7 +33,7 @@ fail() {
 root=${HEARTH_SYSROOT:-} # tests detect other devices in a folder of theirs, and install into it
 environment=$root/opt/hearth settings=$root/etc/hearth
 services=(hearth-agent) extras=worker,coordinator,gateway
-key='' torch=() cpu='' small='' python=python3 start=yes detect=''
+verified=yes key='' torch=() cpu='' small='' python=python3 start=yes detect=''
 while (($#)); do
   case $1 in
     --coordinator) services+=(hearth-coordinator) ;;
@@ -41,6 +42,7 @@ while (($#)); do
     --torch) torch+=("${2:?--torch needs a wheel or a requirement}") && shift ;;
     --cpu) cpu=yes ;;
     --small) small=yes ;;
+    --unverified) verified='' ;;
     --python) python=${2:?--python needs a program} && shift ;;
     --no-start) start='' ;;
     --detect) detect=yes ;;
@@ -106,27 +108,27 @@ fi
 pip() { "$environment/bin/python" -m pip --quiet --disable-pip-version-check "$@"; }
 
 if [[ -n $from_checkout ]]; then
-  pins=$here/../constraints.txt
+  pins=$here/../constraints
   mkdir "$scratch/source" # pip would leave its build in the checkout, which belongs to somebody else
   cp -r "$here/.."/{agent,coordinator,hearth,pyproject.toml,README.md} "$scratch/source/"
   package=$scratch/source
 else
-  pins=$shared/constraints.txt
+  pins=$shared/constraints
   package=$(find "$shared" -name '*.whl' | sort | tail -n 1)
 fi
 # Before the name hearth-home: ours is known by its program, which the package of that name on the index does not have.
 if pip show --files hearth 2> /dev/null | grep -q 'bin/hearth-agent'; then pip uninstall --yes hearth; fi
-if [[ -n $jetpack && -z $cpu ]]; then
-  # NVIDIA's builds need other versions of numpy than the pinned ones.
-  pins=/dev/null
-fi
+source=(-c "$pins.txt")
+if [[ -n $verified ]]; then source+=(--no-index --find-links "$pins.html"); fi # its files, with their SHA-256, and no other
+# NVIDIA's builds need other versions of numpy than the pinned ones.
+if [[ -n $jetpack && -z $cpu ]]; then source=(); fi
 if ((${#torch[@]})); then pip install "${torch[@]}" || fail "--torch could not be installed: see above"; fi
 if [[ -n $jetpack && -z $cpu ]]; then
   "$environment/bin/python" -c 'import torch, onnxruntime' 2> /dev/null \
     || fail "a Jetson needs NVIDIA's torch and onnxruntime-gpu for JetPack $jetpack: run it again with --torch WHEEL for each, or with --cpu"
 fi
-pip install -c "$pins" "$package[$extras]" || fail "the packages could not be installed: see above"
-pip install --no-deps --force-reinstall "$package" # the same version, but perhaps a newer checkout
+pip install "${source[@]}" "$package[$extras]" || fail "the packages could not be installed: see above"
+pip install "${source[@]}" --no-deps --force-reinstall "$package" # the same version, but perhaps a newer checkout
 
 # ---- user, units, settings -------------------------------------------------------------------------------------------
 
