@@ -186,6 +186,14 @@ sbom: .venv/installed .venv-tools/installed
 audit: .venv-tools/installed
 	@tools/audit.sh .venv-tools/bin/pip-audit constraints.txt
 
+# Each target of tests/fuzz for FUZZ_SECONDS.
+FUZZ_SECONDS ?= 60
+FUZZ = PYTHONPATH=tests:.:.venv-tools/fuzz .venv/bin/python tests/fuzz/test_fuzz.py
+fuzz: .venv/installed .venv-tools/installed
+	@.venv-tools/bin/python $(PIP_INSTALL) --upgrade --target .venv-tools/fuzz atheris \
+	  || echo "atheris does not install here: hypothesis fuzzes, which coverage does not guide"
+	@for target in $$($(FUZZ)); do echo "== $$target, $(FUZZ_SECONDS) s"; $(FUZZ) $$target $(FUZZ_SECONDS) || exit 1; done
+
 clean:
 	rm -rf .venv .venv-3.* .venv-lowest .venv-numpy1 .venv-tools .venv-clients .boot .models build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find hearth agent coordinator tools tests -name __pycache__ -prune -exec rm -rf {} +

@@ -11,7 +11,9 @@ import base64
 import hashlib
 import os
 import secrets
+import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple, TypeAlias
 
@@ -36,9 +38,10 @@ def derive_keypair(home_key: bytes, role: Role) -> KeyPair:
 
 
 def _checked(key: str) -> str:
-    if len(z85.decode(key.encode())) != 32:
-        raise ValueError("a key has 32 bytes in Z85")
-    return key
+    with suppress(KeyError, struct.error):  # a character that Z85 lacks, or five that exceed four bytes
+        if len(z85.decode(key.encode())) == 32:
+            return key
+    raise ValueError("a key has 32 bytes in Z85")
 
 
 # ---- credentials ----------------------------------------------------------------------------------------------------

@@ -95,6 +95,13 @@ def test_malformed_text_raises_bad_key(text: str) -> None:
         parse_credential(text, "test")
 
 
+@pytest.mark.parametrize("secret", ["#" * 40, "," * 40, "é" * 40])
+def test_key_that_is_no_z85_raises_bad_key(secret: str) -> None:
+    text = format_credential(AppKey.model_construct(name="app", secret=secret, coordinator_public="0" * 40))
+    with pytest.raises(BadKey, match="damaged"):
+        parse_credential(text, "test")
+
+
 @pytest.mark.parametrize("credential", list(credentials()), ids=lambda c: c.kind)
 def test_key_file_that_was_cut_short_or_overwritten_is_named(credential: Credential, tmp_path: Path) -> None:
     path = tmp_path / "key"
