@@ -41,7 +41,8 @@ with atheris.instrument_imports(include=["coordinator", "hearth"]) if atheris el
     from hearth.wire import messages as wire
     from hearth.wire.codec import Codec
 
-FOLDER = Path(tempfile.mkdtemp(prefix="hearth-fuzz-"))
+SCRATCH = tempfile.TemporaryDirectory(prefix="hearth-fuzz-")
+FOLDER = Path(SCRATCH.name)
 
 
 class Target(NamedTuple):
@@ -144,7 +145,7 @@ def test_reader_raises_our_errors_only(name: str) -> None:
 
 
 def fuzz(target: Target, seconds: int) -> None:
-    """Read bytes for so long; the first error that is not ours ends it, and the bytes that caused it are kept or printed."""
+    """Read bytes for so long; the first error that is not ours ends it, with the bytes that caused it."""
     if atheris is None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -158,7 +159,8 @@ def fuzz(target: Target, seconds: int) -> None:
         with suppress(HearthError):
             target.read(data)
 
-    atheris.Setup([sys.argv[0], f"-max_total_time={seconds}", "-timeout=10", "-rss_limit_mb=1024", str(corpus)], read)
+    limits = (f"-max_total_time={seconds}", "-timeout=10", "-rss_limit_mb=1024", "-artifact_prefix=.venv-tools/")
+    atheris.Setup([sys.argv[0], *limits, str(corpus)], read)
     atheris.Fuzz()
 
 
