@@ -1,8 +1,12 @@
-"""What pip would install: the distribution's name, and the versions on each kind of processor."""
+"""What pip would install: the distribution's name, the versions on each kind of processor, and files with known hashes."""
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import tempfile
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
@@ -10,7 +14,7 @@ from typing import Any
 import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 from tools.toml_files import tomllib
@@ -148,3 +152,92 @@ def test_lowest_pins_are_the_lower_bounds_of_every_range() -> None:
             pinned = Version(lowest[canonicalize_name(requirement.name)])
             assert pinned in requirement.specifier
             assert pinned.release[: len(bound)] == bound, requirement  # the lowest there is: 9.10.4067 for 9.10
+
+
+# ---- files and their hashes ------------------------------------------------------------------------------------------
+
+LINK = re.compile(
+    r'<a href="https://files\.pythonhosted\.org/packages/\S+/([^/]+\.whl)#sha256=[0-9a-f]{64}">\1</a><br>'
+)
+
+
+def listed(python: str, processor: str) -> set[tuple[str, str]]:
+    """Names and versions of which constraints.html has a file for a Python and a processor."""
+    links = [LINK.fullmatch(line) for line in (ROOT / "constraints.html").read_text().splitlines()]
+    found = set()
+    for name, version, _, tags in (parse_wheel_filename(link[1]) for link in links if link):
+        for tag in tags:
+            runs = tag.interpreter in ("py3", f"cp{python.replace('.', '')}") or tag.abi == "abi3"
+            if runs and (tag.platform == "any" or tag.platform.endswith(processor)):
+                found.add((canonicalize_name(name), str(version)))
+    assert all(links)
+    return found
+
+
+@pytest.mark.parametrize("machine", [PC, RASPBERRY_PI], ids=["x86_64", "aarch64"])
+@pytest.mark.parametrize("python", ["3.10", "3.11", "3.12", "3.13"])
+def test_each_pinned_version_has_a_file_with_its_hash(machine: dict[str, str], python: str) -> None:
+    environment = {**machine, "python_version": python, "python_full_version": f"{python}.1"}
+    assert set(pins(environment).items()) - listed(python, machine["platform_machine"]) == set()
+
+
+@pytest.mark.parametrize("name", ["constraints-lowest.txt", "constraints-numpy1.txt"])
+def test_each_other_pinned_version_has_a_file_with_its_hash(name: str) -> None:
+    python = "3.10" if name == "constraints-lowest.txt" else "3.11"
+    assert set(pins({}, name).items()) - listed(python, "x86_64") == set()
+
+
+def test_each_environment_of_make_takes_listed_files_only() -> None:
+    names = ("", "-3.12", "-lowest", "-numpy1", "-tools")
+    targets = [f".venv{name}/installed" for name in names]
+    command = ["make", "--dry-run", "--always-make", "OTHER_PYTHON=python3", "PYTHON310=python3", *targets]
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    installs = [line for line in text.replace("\\\n", "").splitlines() if " -m pip " in line and " install " in line]
+    assert len(installs) == len(names) + 1  # the lowest versions first, then what needs them
+    assert [line for line in installs if " --no-index --find-links constraints.html " not in line] == []
+
+
+# ---- Debian's package ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not (shutil.which("gpg") and shutil.which("dpkg-deb")), reason="needs gpg and dpkg-deb (Debian)")
+def test_signature_of_the_debian_package_is_valid_until_it_is_changed(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as keys:  # a short path: gpg's agent has a socket there
+        environment = {**os.environ, "GNUPGHOME": keys, "DEB_KEY": "release@hearth.invalid", "PYTHON": "true"}
+
+        def run(*command: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                command, capture_output=True, text=True, timeout=120, check=False, env=environment, cwd=tmp_path
+            )
+
+        made = run("gpg", "--batch", "--passphrase", "", "--quick-generate-key", environment["DEB_KEY"], "ed25519")
+        assert made.returncode == 0, made.stderr
+        built = run(str(ROOT / "systemd/deb.sh"), str(tmp_path))
+        package = Path(built.stdout.strip())
+        assert package.exists(), built.stderr
+        assert run("gpg", "--verify", f"{package}.asc", str(package)).returncode == 0
+        contents = run("dpkg-deb", "--contents", str(package)).stdout
+        assert "/usr/share/hearth-home/constraints.html" in contents
+        package.write_bytes(package.read_bytes() + b"x")
+        assert run("gpg", "--verify", f"{package}.asc", str(package)).returncode == 1
+        environment["DEB_KEY"] = ""
+        assert "not signed" in run(str(ROOT / "systemd/deb.sh"), str(tmp_path)).stderr
+        assert not Path(f"{package}.asc").exists()
+        run("gpgconf", "--kill", "gpg-agent")
+
+
+# ---- known vulnerabilities -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [("", 3), ('{"vulns": []}', 3), ('{"vulns": [{"id": "PYSEC-1"}]}', 1)],
+    ids=["no answer", "no data", "data"],
+)
+def test_audit_without_data_is_not_taken_for_a_good_one(tmp_path: Path, answer: str, status: int) -> None:
+    (tmp_path / "pip-audit").write_text(f"#!/bin/sh\necho '{answer}'\ncase \"$*\" in *json*) ;; *) exit 1 ;; esac\n")
+    (tmp_path / "pip-audit").chmod(0o755)
+    command = [str(ROOT / "tools/audit.sh"), str(tmp_path / "pip-audit"), "constraints.txt"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == status
+    assert ("not audited" in done.stderr) == (status == 3)

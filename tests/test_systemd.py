@@ -273,7 +273,7 @@ STUBS = {
     # `systemctl is-enabled --quiet NAME` and `systemctl --quiet enable NAME...`, with a file in place of systemd.
     "systemctl": 'case $1$2 in is-enabled*) grep -qx "$3" "$HEARTH_SYSROOT/enabled" ;; '
     '--quietenable) shift 2; printf "%s\\n" "$@" >> "$HEARTH_SYSROOT/enabled" ;; esac',
-    "opt/hearth/bin/python": f'case "$*" in "-m pip"* | "-c import pip") ;; *) exec {sys.executable} "$@" ;; esac',
+    "opt/hearth/bin/python": f'case "$*" in "-m pip"* | "-c import pip") echo "$*" >> "$HEARTH_SYSROOT/pip" ;; *) exec {sys.executable} "$@" ;; esac',
 }
 
 
@@ -349,3 +349,14 @@ def test_installer_tells_a_device_that_still_holds_the_home_key(tmp_path: Path) 
     assert "needs only one of its own" in said
     assert install(tmp_path, "--key", "-", given=LINES["device"])[0] == 0
     assert key.read_text().strip() == LINES["device"]
+
+
+def test_installer_takes_files_with_known_hashes_only(tmp_path: Path) -> None:
+    """Unless it is told otherwise, or on a Jetson, where NVIDIA's builds need other versions than the pinned ones."""
+    for option, verified in (("--small", True), ("--unverified", False)):
+        (tmp_path / "pip").unlink(missing_ok=True)
+        assert install(tmp_path, option)[0] == 0
+        installs = [line for line in (tmp_path / "pip").read_text().splitlines() if " install " in line]
+        assert len(installs) == 2
+        source = f" --no-index --find-links {UNITS}/../constraints.html "
+        assert [source in line for line in installs] == [verified] * 2
