@@ -7,8 +7,8 @@ PYTHON310 := $(shell for p in python3.10 $(wildcard $(HOME)/.pyenv/versions/3.10
   $$p -c pass 2>/dev/null && { echo $$p; break; }; done)
 # Tests and homes start hundreds of Python processes: each would compile all modules again if the environment forbade to keep them.
 export PYTHONDONTWRITEBYTECODE :=
-# pip takes only files that constraints.html lists, and compares their SHA-256: see `make hashes`. With an empty PIP_SOURCE, it takes
-# whatever its index has, for a mirror or where files.pythonhosted.org cannot be reached. Folders of PIP_FIND_LINKS count as trusted.
+# pip takes only files that constraints.html lists, and compares their SHA-256: see `make hashes`. With an empty PIP_SOURCE, it
+# takes whatever its index has, for a mirror that lacks files.pythonhosted.org. Folders of PIP_FIND_LINKS count as trusted.
 PIP_SOURCE ?= --no-index --find-links constraints.html
 PIP := -m pip --quiet --disable-pip-version-check
 PIP_INSTALL := $(PIP) install $(PIP_SOURCE)
@@ -167,8 +167,9 @@ SUPPLY_TOOLS := uv cyclonedx-bom pip-audit
 	@.venv-tools/bin/python $(PIP_INSTALL) $(SUPPLY_TOOLS)
 	@touch $@
 
-# constraints.html: the files of the pinned versions, of all that these need and of the tools here, for Linux on x86-64 and ARM and
-# CPython 3.10 and newer. To run after a change of pins. (One hash in a constraints file makes pip ask for one of this checkout, too.)
+# constraints.html: the files of the pinned versions, of all that these need and of the tools here, for Linux on x86-64 and ARM
+# and CPython 3.10 and newer. Run it after a change of pins. (Of a hash in constraints.txt, pip would make hashes compulsory, also
+# for this checkout, which can have none.)
 LOCK = .venv-tools/bin/uv pip compile --quiet --no-header --only-binary :all: --format pylock.toml
 WHEEL := [^"/]*-(cp31[0-9]-cp31[0-9]|cp3[0-9]+-abi3(\.abi3t)?|(py2\.)?py3[0-9]*-none)-(any|manylinux[^"/]*(x86_64|aarch64))\.whl
 hashes: .venv-tools/installed

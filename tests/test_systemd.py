@@ -273,7 +273,8 @@ STUBS = {
     # `systemctl is-enabled --quiet NAME` and `systemctl --quiet enable NAME...`, with a file in place of systemd.
     "systemctl": 'case $1$2 in is-enabled*) grep -qx "$3" "$HEARTH_SYSROOT/enabled" ;; '
     '--quietenable) shift 2; printf "%s\\n" "$@" >> "$HEARTH_SYSROOT/enabled" ;; esac',
-    "opt/hearth/bin/python": f'case "$*" in "-m pip"* | "-c import pip") echo "$*" >> "$HEARTH_SYSROOT/pip" ;; *) exec {sys.executable} "$@" ;; esac',
+    "opt/hearth/bin/python": 'case "$*" in "-m pip"* | "-c import pip") echo "$*" >> "$HEARTH_SYSROOT/pip" ;; '
+    f'*) exec {sys.executable} "$@" ;; esac',
 }
 
 

@@ -1,7 +1,7 @@
 """Readers of bytes that strangers, apps, devices and model files supply: whatever the bytes, they raise our own errors only.
 
-`make test` tries some damaged samples. `make fuzz` runs each target for FUZZ_SECONDS, with atheris, which coverage guides, where
-it installs, else with hypothesis. To run one: `PYTHONPATH=tests:. .venv/bin/python tests/fuzz/test_fuzz.py TARGET SECONDS`.
+`make test` tries some damaged samples. `make fuzz` runs each target for FUZZ_SECONDS: guided by coverage if atheris installs,
+else with hypothesis. To run one: `PYTHONPATH=tests:. .venv/bin/python tests/fuzz/test_fuzz.py TARGET SECONDS`.
 """
 
 from __future__ import annotations
