@@ -25,7 +25,7 @@ from hearth.plan.phases import Phase
 from hearth.wire.messages import MESSAGE_TYPES, SamplingChoice
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCUMENTS = [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CLIENT, OPERATIONS, PROTOCOL = (ROOT / "docs" / f"{name}.md" for name in ("client", "operations", "protocol"))
 
 # Other tests define their own errors and messages: only those of the package are documented.
