@@ -1,4 +1,4 @@
-"""The protocol version, the size limits that both ends of a connection enforce, and the timeouts that must agree. Pure."""
+"""The protocol version, size limits that both ends of a connection enforce, names, and timeouts that must agree. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ DEFAULT_DEPLOYMENT = "default"  # name of the deployment of a coordinator that s
 MAX_MESSAGE_BYTES = 4 << 20  # a plan for 256 devices with its chunk list stays below this
 MAX_PAYLOAD_FRAME_BYTES = 64 << 20  # one chunk, or one tensor; bounds the memory that a peer can make us allocate
 MAX_PAYLOAD_FRAMES = 64  # per message; 32 arrays of two frames each
+# What workers should be confined in: Landlock's rules for files and for TCP ports, and a filter of system calls.
+CONFINEMENT = ("files", "network", "calls")
 
 # ---- timeouts that must agree -----------------------------------------------------------------------------------------
 #

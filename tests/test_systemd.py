@@ -101,6 +101,13 @@ def test_service_may_set_the_scheduling_that_libzmq_asks_for(service: str) -> No
     assert unit(service)["RestrictRealtime"] == ["yes"]
 
 
+@pytest.mark.parametrize("service", DAEMONS)
+def test_service_may_confine_its_children(service: str) -> None:
+    """systemd's group for services lacks Landlock: without these names, no worker was confined under systemd."""
+    allowed = unit(service)["SystemCallFilter"][0].split()
+    assert {f"landlock_{name}" for name in ("create_ruleset", "add_rule", "restrict_self")} <= set(allowed)
+
+
 @pytest.mark.parametrize("service", SERVICES)
 def test_service_restarts_automatically(service: str) -> None:
     """After a crash, a hang, or a worker killed for lack of memory; the state is kept."""

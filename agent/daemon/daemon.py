@@ -217,6 +217,7 @@ class AgentDaemon:
             name=self.name,
             device_public_key=self._identity.keypair.public,
             link_port=self._links.port,
+            data_ports=self._settings.data_ports,
         )
 
     # ---- leases ---------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Decides whether a worker process hangs, from its signs of life and from what the kernel says about the process. Pure.
+"""Decides whether a worker process hangs or runs wild, from its signs of life and what the kernel says about it. Pure.
 
 Silence alone proves nothing: on a machine under load, or while a library is imported, the worker's control thread may not run
 for seconds. The second witness is the kernel: a process that uses the processor, or waits for it, is alive.
@@ -23,6 +23,8 @@ LOADING_SILENT_SECONDS = 30.0
 # No sign although the process uses the processor: a loop that holds Python's interpreter lock. Not applied while it loads: with
 # the load above, the import of torch held the lock for 8.3 s; a Raspberry Pi needs 20 s for it.
 BUSY_SILENT_SECONDS = 15.0
+# Each session of onnxruntime has a thread for each core. The agent's own threads need room below `TasksMax` of its unit.
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class ProcessSample:
     cpu_seconds: float  # processor time of all threads since its start
     waits_for_processor: bool  # a thread runs, or waits for a processor
     stopped: bool  # by a signal such as SIGSTOP, or by a debugger
+    num_threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,9 @@ class Liveness:
         )
 
     def hang(self, loading: bool) -> str | None:
-        """Why the worker counts as hung, as a phrase for an error message, or None if it does not."""
+        """Why the worker counts as hung or wild, as a phrase for an error message, or None if it does not."""
+        if self.sample is not None and self.sample.num_threads > MAX_THREADS:
+            return f"it has started more than {MAX_THREADS} threads"
         stopped = self.sample is not None and self.sample.stopped
         inactive = self.inactive_seconds >= (LOADING_SILENT_SECONDS if loading else INACTIVE_SECONDS)
         if (stopped and self.silent_seconds >= STOPPED_SECONDS) or (inactive and self.silent_seconds >= SILENT_SECONDS):
@@ -94,6 +99,7 @@ def parse_process(stat: str, threads: list[str], ticks_per_second: int) -> Proce
         cpu_seconds=(int(fields[11]) + int(fields[12])) / ticks_per_second,
         waits_for_processor="R" in states,
         stopped=fields[0] in "Tt",
+        num_threads=int(fields[17]),
     )
 
 

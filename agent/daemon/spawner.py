@@ -65,16 +65,12 @@ class Spawner:
             library: _Templates(library, mode, has_room) for library in get_args(WorkerLibrary)
         }
 
-    async def spawn(self, endpoint: str, store: str, library: WorkerLibrary) -> ChildProcess:
-        """Start a worker with its private socket at `endpoint`, which may use the folder `store` and needs `library`.
-
-        If cancelled, no process is left. Raises OSError.
-        """
-        request = ForkWorker(endpoint=endpoint, log_level=_log_level(), store=store)
+    async def spawn(self, request: ForkWorker, library: WorkerLibrary) -> ChildProcess:
+        """Start a worker, which needs `library`. If cancelled, no process is left. Raises OSError."""
         if (forked := await self._templates[library].fork(request)) is not None:
             return forked
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "agent.worker.main", endpoint, request.log_level, store,
+            sys.executable, "-m", "agent.worker.main", request.endpoint, request.model_dump_json(),
             stdin=asyncio.subprocess.DEVNULL, env=worker_environment(os.environ),
         )  # fmt: skip
 
@@ -221,7 +217,7 @@ class _Template:
         self._channel = ours
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "agent.worker.fork_server", str(theirs.fileno()), _log_level(), self._library,
+                sys.executable, "-m", "agent.worker.fork_server", str(theirs.fileno()), log_level(), self._library,
                 stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=template_environment(os.environ),
             )  # fmt: skip
             asyncio.get_running_loop().add_reader(ours, self._receive)
@@ -312,7 +308,8 @@ class ForkedProcess:
                 signal.pidfd_send_signal(self._pidfd, number)
 
 
-def _log_level() -> str:
+def log_level() -> str:
+    """The level of this process's log, for its children."""
     return str(logging.getLevelName(logging.getLogger().getEffectiveLevel()))
 
 

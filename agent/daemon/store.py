@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,9 @@ from hearth.transport.base import Buffer
 log = logging.getLogger(__name__)
 
 _RESERVE_BYTES = 64 << 20  # kept free on the disk, so that logs and other programs can still write
-_PROFILE_PREFIX = "profile-"
+_SCRATCH_PREFIX = "scratch-"
+# Left by agents that were killed: folders for temporary files, and engines of TensorRT, which earlier versions kept here.
+_LEFTOVERS = (f"{_SCRATCH_PREFIX}*", "profile-*", "tensorrt")
 _CHUNK_NAME = re.compile(r"[0-9a-f]{64}")  # a SHA-256 in hex; other names could be paths
 # How long a chunk that was hashed counts as intact: a push and the load that follows hash it once. Much longer would let a
 # chunk that the disk damages meanwhile be served.
@@ -36,11 +39,10 @@ _HASH_THREADS = 2  # that hash chunks at the same time: more compete for the dis
 
 
 class _Verified(NamedTuple):
-    """When a chunk was found to be intact (monotonic seconds), and its file's change time and size then."""
+    """When a chunk was found to be intact (monotonic seconds), and the version of its file then."""
 
     at: float
-    changed_ns: int
-    num_bytes: int
+    version: tuple[int, ...]
 
 
 class ShardStore:
@@ -157,18 +159,15 @@ class ShardStore:
             status = path.stat()
             known = self._verified.get(chunk)
             now = time.monotonic()
-            if (
-                known is not None
-                and known[1:] == (status.st_mtime_ns, status.st_size)
-                and now < known.at + _VERIFIED_SECONDS
-            ):
+            version = _version(status)
+            if known is not None and known.version == version and now < known.at + _VERIFIED_SECONDS:
                 return True
             if _file_hash(path) != chunk:
                 return False
         except OSError as error:
             log.warning("%s cannot be read: %s", path, error)
             return False
-        self._verified[chunk] = _Verified(now, status.st_mtime_ns, status.st_size)
+        self._verified[chunk] = _Verified(now, version)
         return True
 
     def path_of(self, chunk: str) -> Path:
@@ -211,21 +210,20 @@ class ShardStore:
                 if self._has_chunk(chunk):
                     self._mark_used(chunk)
                     with suppress(OSError):  # a wrong time only changes the order of evictions
-                        written_ns = self._file(chunk).stat().st_mtime_ns  # not changed by the use
-                        os.utime(self._file(chunk), ns=(used_ns, written_ns))
+                        before = self._file(chunk).stat()
+                        os.utime(self._file(chunk), ns=(used_ns, before.st_mtime_ns))
+                        known = self._verified.get(chunk)
+                        if known is not None and known.version == _version(before):  # the use changes the ctime
+                            self._verified[chunk] = known._replace(version=_version(self._file(chunk).stat()))
 
     def unpin(self, deployment: str) -> None:
         with self._lock:
             self._pinned.pop(deployment, None)
 
     def scratch_folder(self) -> tempfile.TemporaryDirectory[str]:
-        """A temporary folder for large files on the store's disk: the system's temporary folder may be in memory.
-
-        Raises StoreFailed.
-        """
+        """As the function `scratch_folder`. Raises StoreFailed."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            return tempfile.TemporaryDirectory(prefix=_PROFILE_PREFIX, dir=self.path)
+            return scratch_folder(self.path)
         except OSError as error:
             raise self._store_failed(error) from None
 
@@ -285,7 +283,7 @@ class ShardStore:
 
     def _scan(self) -> None:
         """Find the chunks of earlier runs, ordered by their last deployment, and remove unfinished files."""
-        for folder in self.path.glob(f"{_PROFILE_PREFIX}*"):
+        for folder in chain.from_iterable(map(self.path.glob, _LEFTOVERS)):
             shutil.rmtree(folder, ignore_errors=True)
         chunks = []
         for file in (*self.path.glob(f"*{PART_SUFFIX}"), *self.path.glob("??/*")):
@@ -297,6 +295,20 @@ class ShardStore:
                 chunks.append((status.st_atime_ns, file.name, status.st_size))
         self._sizes = {name: size for _, name, size in sorted(chunks)}
         self._last_used_ns = max((used_ns for used_ns, _, _ in chunks), default=0)
+
+
+def _version(status: os.stat_result) -> tuple[int, ...]:
+    """Differs after every change of a file. The ctime cannot be set, unlike the mtime, which an SD card counts in seconds."""
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def scratch_folder(store: Path) -> tempfile.TemporaryDirectory[str]:
+    """A temporary folder for large files on the store's disk: the system's temporary folder may be in memory.
+
+    Raises OSError.
+    """
+    store.mkdir(parents=True, exist_ok=True)
+    return tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, dir=store, ignore_cleanup_errors=True)
 
 
 def _file_hash(path: Path) -> str:

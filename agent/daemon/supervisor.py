@@ -10,19 +10,24 @@ import logging
 import os
 import re
 import signal
+import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import zmq.asyncio
 
-from agent.daemon.liveness import TICK_SECONDS, Liveness, ProcessSample, parse_process
-from agent.daemon.spawner import ChildProcess, Spawner
-from hearth.errors import DeadlineExceeded, HearthError, StepFailed, WorkerDied
+from agent.daemon.liveness import MAX_THREADS, TICK_SECONDS, Liveness, ProcessSample, parse_process
+from agent.daemon.spawner import ChildProcess, Spawner, log_level
+from agent.daemon.store import scratch_folder
+from hearth.errors import DeadlineExceeded, DiskHung, HearthError, StepFailed, WorkerDied
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.child import describe_exit, run_module
+from hearth.platform.disk import FILE_SECONDS, on_disk
+from hearth.platform.network import numeric_address
 from hearth.platform.socket_folder import SocketFolder
 from hearth.protocol import WORKER_CONNECT_SECONDS, WORKER_LOAD_SECONDS, WORKER_SIGN_SECONDS, agent_run_seconds
 from hearth.wire import messages as wire
@@ -101,6 +106,7 @@ class WorkerProcess:
         self._client = RpcClient(context, f"ipc://{self._folder.path / 'worker'}", None, f"the worker on {device}")
         self._process: ChildProcess | None = None
         self._spawning: asyncio.Future[ChildProcess] | None = None
+        self._scratch: tempfile.TemporaryDirectory[str] | None = None
         self._loaded: wire.Start | None = None  # the newest request
         self._load_call: asyncio.Future[wire.WorkerBound] | None = None  # the newest one to the process
         self._gave_up_load = False  # whether that request was given up, and none followed yet
@@ -176,10 +182,7 @@ class WorkerProcess:
         """
         self._loaded, self.epoch = request, request.load.plan.epoch
         self._transition("start_requested")
-        library: wire.WorkerLibrary = "torch" if isinstance(request.load.parts, wire.ShardParts) else "onnxruntime"
-        spawning = self._spawning = asyncio.ensure_future(
-            self._spawner.spawn(self._client.endpoint, request.store_path, library)
-        )
+        spawning = self._spawning = asyncio.ensure_future(self._spawn(request))
         await asyncio.wait({spawning})  # if the caller is cancelled meanwhile, `stop` ends the process
         if spawning.cancelled() or self.state == "stopped":
             raise WorkerDied(device=self._device, reason="it was stopped")
@@ -202,14 +205,38 @@ class WorkerProcess:
         self._transition("loaded")
         return bound
 
+    async def _spawn(self, request: wire.Start) -> ChildProcess:
+        """Start the process, with a folder to write in. Raises OSError."""
+        store = Path(request.store_path)
+        try:
+            self._scratch = await on_disk(store, FILE_SECONDS, scratch_folder, store)
+        except (OSError, DiskHung) as error:  # most workers write nothing
+            log.warning("the worker gets no folder in %s: %s", store, error)
+        worker = wire.ForkWorker(
+            endpoint=self._client.endpoint,
+            log_level=log_level(),
+            store=request.store_path,
+            scratch=self._scratch.name if self._scratch is not None else str(self._folder.path),
+            bind_ports=request.ports,
+            connect_ports=request.load.data_ports,
+            compute_device=request.compute_device,
+        )
+        library: wire.WorkerLibrary = "torch" if isinstance(request.load.parts, wire.ShardParts) else "onnxruntime"
+        return await self._spawner.spawn(worker, library)
+
+    async def _remove_scratch(self) -> None:
+        if self._scratch is not None:
+            with suppress(OSError, DiskHung):  # the agent's next start removes it
+                await on_disk(Path(self._scratch.name), FILE_SECONDS, self._scratch.cleanup)
+
     def can_reload(self, request: wire.Start) -> bool:
         """Whether `reload` is possible: the process loads nothing, and the model and the settings are the same."""
         is_free = self.state in ("bound", "ready") or (self.state == "loading" and self._gave_up_load)
-        return is_free and self._loaded is not None and _fixed(self._loaded) == _fixed(request)
+        return is_free and self._loaded is not None and _fits(self._loaded, request)
 
     def give_up_load(self, request: wire.Start) -> bool:
         """Make the load that runs fail, if `reload` is then possible with this request; returns whether it is."""
-        if self.state != "loading" or self._loaded is None or _fixed(self._loaded) != _fixed(request):
+        if self.state != "loading" or self._loaded is None or not _fits(self._loaded, request):
             return False
         self._gave_up_load = True
         if self._load_call is not None:
@@ -243,6 +270,8 @@ class WorkerProcess:
 
     async def _load(self, request: wire.Start, seconds: float) -> wire.WorkerBound:
         """Have the process load, until that is given up: then the process gets a message, and StepFailed is raised."""
+        if self._scratch is not None:
+            request = request.model_copy(update={"scratch_path": self._scratch.name})
 
         async def ask() -> wire.WorkerBound:
             stream = self._client.stream(request, timeout_seconds=seconds, last=wire.WorkerBound)
@@ -260,6 +289,9 @@ class WorkerProcess:
             raise StepFailed(device=self._device, reason=reason) from None
 
     async def connect(self, request: wire.ConnectPeers) -> None:
+        hosts = await asyncio.gather(*(numeric_address(peer.host) for peer in request.peers))
+        peers = [peer.model_copy(update={"host": host}) for peer, host in zip(request.peers, hosts, strict=True)]
+        request = request.model_copy(update={"peers": tuple(peers)})  # the worker cannot ask for names' addresses
         await self._client.call(request, timeout_seconds=WORKER_CONNECT_SECONDS)
         if self.epoch != request.epoch:
             raise StepFailed(device=self._device, reason=f"the plan of epoch {request.epoch} has been replaced")
@@ -301,6 +333,7 @@ class WorkerProcess:
             if not self._spawning.cancelled() and self._spawning.exception() is None:
                 await self._end(self._spawning.result(), kill_at_once=has_failed)
         await cancel_all(self._tasks)
+        await self._remove_scratch()
         await self._client.close()
         self._folder.remove()
 
@@ -326,6 +359,7 @@ class WorkerProcess:
         code = await process.wait()
         if self.state != "stopped":
             self._fail(WorkerDied(device=self._device, reason=describe_exit(code)))
+            await self._remove_scratch()
 
     async def _listen(self) -> None:
         """Take note of the worker's signs of life until it has failed."""
@@ -371,6 +405,13 @@ def _failure_reason(failure: HearthError) -> str:
     return failure.reason if isinstance(failure, WorkerDied) else failure.explanation()
 
 
+def _fits(loaded: wire.Start, request: wire.Start) -> bool:
+    """Whether a process that has loaded the one can load the other: it may connect to no further ports."""
+    before, after = loaded.load.data_ports, request.load.data_ports
+    may_connect = not before or (bool(after) and set(after) <= set(before))
+    return may_connect and _fixed(loaded) == _fixed(request)
+
+
 def _fixed(request: wire.Start) -> tuple[Any, ...]:
     """What cannot change while a worker process lives."""
     load = request.load
@@ -384,7 +425,7 @@ def _sample(pid: int) -> ProcessSample | None:
     threads = []
     try:
         stat = (folder / "stat").read_text(errors="replace")
-        for thread in os.listdir(folder / "task"):
+        for thread in islice(os.listdir(folder / "task"), MAX_THREADS):
             with suppress(OSError):  # this thread has ended meanwhile
                 threads.append((folder / "task" / thread / "stat").read_text(errors="replace"))
         return parse_process(stat, threads, os.sysconf("SC_CLK_TCK"))

@@ -11,6 +11,7 @@ import psutil
 
 from agent.daemon.config import AgentSettings
 from agent.daemon.gpu import GpuReader
+from hearth.platform.confine import confinement
 from hearth.platform.machine import host_id
 from hearth.wire.messages import Telemetry
 
@@ -27,6 +28,8 @@ class TelemetryReader:
         self._root = root
         self._cpu_model = cpu_model(root)
         self._num_cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
+        known_ports = settings.data_ports != (0, 0)  # to workers at any port, others connect without a limit
+        self._confined = " ".join(each for each in confinement() if known_ports or each != "network")
         psutil.cpu_percent()  # the first reading is measured from here on
 
     def read(self, now: float, idle: bool = False) -> Telemetry:
@@ -57,6 +60,7 @@ class TelemetryReader:
             clock_unix_seconds=now,
             python_version=platform.python_version(),
             cpu_load=psutil.cpu_percent() / 100,
+            confined=self._confined,
         )
 
     @property

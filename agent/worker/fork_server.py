@@ -27,7 +27,7 @@ from hearth.wire.messages import Done, ForkWorker, Message, WorkerExited, Worker
 
 log = logging.getLogger("hearth.worker")
 
-_MAX_REQUEST_BYTES = 1 << 14  # two paths and a log level
+_MAX_REQUEST_BYTES = 1 << 14  # three paths, a log level, and ranges of ports
 # Of /proc/self/stat, counted after the command's name: begin and end of the arguments in memory; see proc(5).
 _ARGUMENTS_FIELD = 45
 # Threads after the imports. onnxruntime starts one that sleeps; sessions have their own, and work without it.
@@ -41,6 +41,7 @@ class ForkServer:
         self._channel = channel
         self._library = library
         self._children: dict[int, int] = {}  # by pidfd: pid
+        self._daemon = os.getppid()
 
     def run(self) -> None:
         """Serve requests until the daemon closes the channel."""
@@ -84,8 +85,7 @@ class ForkServer:
             for pidfd in self._children:
                 os.close(pidfd)
             _rename_process()
-            set_up_process(request.endpoint, request.log_level, request.store)
-            Worker(request.endpoint).run()
+            Worker(request.endpoint, set_up_process(request), self._daemon).run()
             code = 0
         except BaseException:
             log.exception("the worker failed")

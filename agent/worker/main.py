@@ -1,4 +1,4 @@
-"""The worker process, one per deployment: `python -m agent.worker.main SOCKET LOG_LEVEL STORE`, or a fork of the fork server.
+"""The worker process, one per deployment: `python -m agent.worker.main SOCKET REQUEST`, or a fork of the fork server.
 
 Two threads: the control thread exchanges messages with the daemon; the main thread loads, connects and computes. A deployment
 may change its plan: the same process then loads its rank of the new plan, and keeps what both plans need. The worker ends when
@@ -12,17 +12,30 @@ import logging
 import os
 import queue
 import signal
+import socket
 import sys
 import tempfile
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 from agent.worker.runtime import LoadGivenUp, Runtime
 from agent.worker.server import SendAnswer, WorkerServer, failed_message
 from hearth.errors import StepFailed
 from hearth.platform.child_main import die_with_parent
-from hearth.platform.confine import confine
-from hearth.wire.messages import Abort, Cancel, ConnectPeers, Done, Message, SegmentParts, Start, WorkerProgress
+from hearth.platform.confine import COMPILED_KERNELS, confine
+from hearth.platform.system_calls import refuse_system_calls
+from hearth.wire.messages import (
+    Abort,
+    Cancel,
+    ConnectPeers,
+    Done,
+    ForkWorker,
+    Message,
+    SegmentParts,
+    Start,
+    WorkerProgress,
+)
 
 log = logging.getLogger("hearth.worker")
 
@@ -55,8 +68,9 @@ def create_runtime(start: Start, answer: SendAnswer, previous: Runtime | None) -
 class Worker:
     """The main loop of a worker: load, connect, run until the daemon sends the next plan."""
 
-    def __init__(self, endpoint: str) -> None:
-        self._server = WorkerServer(endpoint, self._receive, self._progress)
+    def __init__(self, endpoint: str, listener: int = -1, daemon: int = 0) -> None:
+        """`listener` is the descriptor of a socket that listens at `endpoint`; see `WorkerServer`."""
+        self._server = WorkerServer(endpoint, self._receive, self._progress, listener, daemon)
         self._runtime: Runtime | None = None
         self._requests: queue.SimpleQueue[tuple[bytes, Message]] = queue.SimpleQueue()
         self._ready = False  # requests go to the runtime, which runs
@@ -169,22 +183,31 @@ def _not_ready(message: Message) -> StepFailed:
     return StepFailed(device="this device", reason=f"it is not ready for {type(message).__name__}")
 
 
-def set_up_process(endpoint: str, log_level: str, store: str) -> None:
-    """Set up a worker's process: ignore Ctrl-C, raise the OOM score, configure logging, confine its files."""
+def set_up_process(request: ForkWorker) -> int:
+    """Set up a worker's process: ignore Ctrl-C, raise the OOM score, configure logging, open its socket, and confine it.
+
+    Returns the descriptor of the socket, which listens at the request's endpoint.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the daemon stops its workers itself
     faulthandler.register(signal.SIGUSR1)  # the daemon asks where the threads of a process are that hangs
-    logging.basicConfig(level=log_level, format="%(name)s %(levelname)s %(message)s")
+    logging.basicConfig(level=request.log_level, format="%(name)s %(levelname)s %(message)s")
     try:
         Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE_ADJUST)
     except OSError as error:
         log.info("oom_score_adj was not raised: %s", error)
-    folder = Path(endpoint.removeprefix("ipc://")).parent
-    tempfile.tempdir = str(folder)
-    compiled_kernels = Path.home() / ".nv"  # of CUDA
-    confine(readable=(), writable=(Path(store), folder, compiled_kernels))
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(request.endpoint.removeprefix("ipc://"))
+    listener.listen()
+    tempfile.tempdir = request.scratch
+    with suppress(OSError):  # the store may be deleted at any time
+        os.chdir(request.store)  # onnxruntime before 1.22 reads weights relative to the current folder
+    writable = (Path(request.scratch), COMPILED_KERNELS)
+    confine([Path(request.store)], writable, bind_ports=[request.bind_ports], connect_ports=request.connect_ports)
+    refuse_system_calls(unix_sockets=request.compute_device == "cuda")  # whose drivers may use some
+    return listener.detach()
 
 
 if __name__ == "__main__":
-    die_with_parent(os.getppid())
-    set_up_process(*sys.argv[1:])
-    Worker(sys.argv[1]).run()
+    die_with_parent(daemon := os.getppid())
+    request = ForkWorker.model_validate_json(sys.argv[2])
+    Worker(request.endpoint, set_up_process(request), daemon).run()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from hearth.errors import BadMessage, HearthError
 from hearth.plan.common import VALUE_FORMAT_NAMES, ValueFormatName, WireFormat
 from hearth.plan.phases import Phase
 from hearth.plan.profile import BlockProfile, WireCost
+from hearth.platform.confine import COMPILED_KERNELS, confine
 from hearth.platform.connections import pace_connections
 from hearth.platform.curve import new_keypair
 from hearth.transport.sockets import SocketTransport
@@ -34,6 +36,7 @@ def serve_one(measure: Callable[[StartProfile], BlockProfile | GraphProfile]) ->
         start = decode(sys.stdin.buffer.read())
         if not isinstance(start, StartProfile):
             raise BadMessage(reason=f"a profiler does not accept {type(start).__name__}")
+        confine(readable=(), writable=(Path(start.folder), COMPILED_KERNELS))
         answer = Profiled(result=measure(start))
     except HearthError as error:
         answer = Failed.of(error)

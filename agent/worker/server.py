@@ -18,6 +18,7 @@ from hearth.wire.messages import Cancel, Failed, Message, ReportProgress, Worker
 log = logging.getLogger("hearth.worker")
 
 Handler = Callable[[bytes, Message, list[bytes]], None]
+Progress = Callable[[], WorkerProgress]
 SendAnswer = Callable[[bytes, Message, Sequence[Any]], None]
 
 
@@ -32,8 +33,14 @@ class WorkerServer:
     daemon knows that the process lives.
     """
 
-    def __init__(self, endpoint: str, handler: Handler, progress: Callable[[], WorkerProgress]) -> None:
-        self._endpoint = endpoint
+    def __init__(
+        self, endpoint: str, handler: Handler, progress: Progress, listener: int = -1, daemon: int = 0
+    ) -> None:
+        """`listener` is the descriptor of a socket that listens at `endpoint` (-1: there is none yet).
+
+        Only the process `daemon` may connect then.
+        """
+        self._endpoint, self._listener, self._daemon = endpoint, listener, daemon
         self._handler = handler
         self._progress = progress
         self._report: tuple[bytes, float] | None = None  # id and interval of the daemon's `ReportProgress`
@@ -54,6 +61,9 @@ class WorkerServer:
     def _loop(self) -> None:
         daemon = self._context.socket(zmq.DEALER)
         daemon.sndhwm = 0
+        if self._listener >= 0:
+            daemon.setsockopt(zmq.USE_FD, self._listener)
+            daemon.setsockopt(zmq.IPC_FILTER_PID, self._daemon)  # no other worker
         daemon.bind(self._endpoint)
         answers = self._context.socket(zmq.PAIR)
         answers.rcvhwm = 0

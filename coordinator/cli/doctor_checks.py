@@ -285,6 +285,7 @@ def check_agents(devices: Sequence[Device], refusals: Sequence[HearthError], now
         what = f"other versions of Hearth than this device's {hearth.__version__}: {listed}"
         findings.append(CheckResult("agents", "warning", what, "Install the same version on every device."))
     findings += check_gpus({device.name: device.telemetry for device in devices if device.telemetry})
+    findings += check_confinement({device.name: device.telemetry for device in devices if device.telemetry})
     clocks = {device.name: device.telemetry.clock_unix_seconds for device in devices if device.telemetry}
     return [*findings, check_clocks(clocks, now)]
 
@@ -300,6 +301,20 @@ def check_gpus(telemetry: Mapping[str, Telemetry]) -> list[CheckResult]:
     on_gpu = {name: each.gpu for name, each in sorted(telemetry.items()) if each.compute_device == "cuda"}
     used = [f"{name} ({gpu.name})" for name, gpu in on_gpu.items() if gpu is not None]
     return [*findings, CheckResult("GPU", "ok", f"used by {', '.join(used)}")] if used else findings
+
+
+def check_confinement(telemetry: Mapping[str, Telemetry]) -> list[CheckResult]:
+    """A warning for each device whose workers are not fully confined, and a line for the others."""
+    do = "Files need Linux 5.13 or newer with Landlock, the network 6.7 and data ports other than 0-0, calls x86-64 or ARM64."
+    missing = {name: each.unconfined() for name, each in sorted(telemetry.items()) if each.confined is not None}
+    found = [
+        CheckResult("confinement", "warning", f"workers on {name} are not confined in: {', '.join(each)}", do)
+        for name, each in missing.items()
+        if each
+    ]
+    if confined := [name for name, each in missing.items() if not each]:
+        found.append(CheckResult("confinement", "ok", f"workers are confined on {', '.join(confined)}"))
+    return found
 
 
 def check_clocks(clocks: Mapping[str, float], now: float) -> CheckResult:

@@ -172,6 +172,8 @@ class Deployment:
         Raises as `gather_or_abort` does.
         """
         token, devices = secrets.token_bytes(16), self.plan.devices
+        known = [self._fleet.devices.get(device.device_id) for device in devices]
+        ports = {device.welcome.data_ports if device is not None else (0, 0) for device in known}
 
         def start(rank: int) -> Awaitable[wire.WorkerBound]:
             request = wire.Load(
@@ -182,6 +184,7 @@ class Deployment:
                 parts=self.parts[rank],
                 encrypt_data_plane=encrypt,
                 plan_token=token,
+                data_ports=() if (0, 0) in ports else tuple(sorted(ports)),
             )
             return self._ask_to_start(rank, request, wire.WorkerBound, LOAD_SECONDS)
 

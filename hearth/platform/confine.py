@@ -1,8 +1,9 @@
-"""Confines a process's access to files with Landlock, so that a flaw in a library that reads models reveals no key.
+"""Confines a process to files and TCP ports with Landlock, so that a flaw in a library that reads models reveals no key.
 
 The process may read the interpreter, its libraries, /proc, /sys and what the caller names. It may write where the caller
 allows, and to the entries of its own threads in /proc.
 The kernel also stops it from tracing, and where it can from signalling, processes such as the agent, which holds the key.
+`hearth.platform.system_calls` takes from the process what Landlock does not cover.
 """
 
 from __future__ import annotations
@@ -11,17 +12,21 @@ import ctypes
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
+from typing import TypeAlias
+
+from hearth.platform.system_calls import SET_NO_NEW_PRIVS, can_refuse, checked
+from hearth.protocol import CONFINEMENT
 
 log = logging.getLogger(__name__)
 
 # System calls of <asm-generic/unistd.h>; the numbers are the same on x86-64 and ARM.
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
 _VERSION_FLAG = 1  # LANDLOCK_CREATE_RULESET_VERSION
-_RULE_PATH_BENEATH = 1
-_PR_SET_NO_NEW_PRIVS = 38  # from <linux/prctl.h>; required before a process restricts itself
+_RULE_PATH_BENEATH, _RULE_PORT = 1, 2
 # Access rights of <linux/landlock.h>, by the version of the interface that introduced them. Without IOCTL_DEV, which GPU
 # drivers need.
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = (1 << bit for bit in range(4))
@@ -29,8 +34,13 @@ _TRUNCATE = 1 << 14
 _RIGHTS = {1: (1 << 13) - 1, 2: 1 << 13, 3: _TRUNCATE}
 _FILE_RIGHTS = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE  # those that apply to a file; the others are of folders
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
-_SCOPE_VERSION = 6  # of the interface: from here on, it also restricts
-_SCOPES = 1 | 2  # abstract Unix sockets and signals
+_BIND, _CONNECT = 1, 2
+# Versions of the interface from which on it also restricts TCP ports; abstract Unix sockets and signals.
+_PORT_VERSION, _SCOPE_VERSION = 4, 6
+_SCOPES = 1 | 2
+
+COMPILED_KERNELS = Path(os.path.expanduser("~/.nv"))  # of CUDA, for this computer's GPU
+_Ranges: TypeAlias = Sequence[tuple[int, int]]
 
 # Files below /etc that the C library, CUDA and Python read. Not the folder itself, which may hold the home key.
 _ETC = (
@@ -49,33 +59,59 @@ class _PathBeneath(ctypes.Structure):
     _fields_ = (("allowed", ctypes.c_uint64), ("folder", ctypes.c_int32))
 
 
-def confine(readable: Iterable[Path], writable: Iterable[Path]) -> bool:
+class _Port(ctypes.Structure):
+    _fields_ = (("allowed", ctypes.c_uint64), ("port", ctypes.c_uint64))
+
+
+def confinement() -> tuple[str, ...]:
+    """What this system can confine a process in, of `CONFINEMENT`."""
+    version = _version(ctypes.CDLL(None))
+    supported = (version >= 1, version >= _PORT_VERSION, can_refuse())
+    return tuple(name for name, is_supported in zip(CONFINEMENT, supported, strict=True) if is_supported)
+
+
+def confine(
+    readable: Iterable[Path], writable: Iterable[Path], bind_ports: _Ranges = (), connect_ports: _Ranges = ()
+) -> bool:
     """Restrict this thread, and the threads and processes that it starts, for good. Call it before other threads start.
 
-    Returns whether the kernel supports it. Paths that do not exist are left out.
+    TCP ports are ranges, first and last of each; port 0: any that the kernel chooses. No range: they are not restricted.
+    Returns whether the kernel supports it; some restrict files only. Paths that do not exist are left out.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    version = libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)
+    version = _version(libc)
     if version < 1:
         log.info("this kernel has no Landlock: this process may read what its user may read")
         return False
     handled = 0
     for since, rights in _RIGHTS.items():
         handled |= rights if version >= since else 0
-    attributes = _RulesetAttributes(handled, 0, _SCOPES if version >= _SCOPE_VERSION else 0)
-    size = ctypes.sizeof(attributes) if version >= _SCOPE_VERSION else 8  # older kernels know the first field only
-    ruleset = _checked(libc.syscall(_CREATE_RULESET, ctypes.byref(attributes), ctypes.c_size_t(size), 0))
+    ports = {_BIND: bind_ports, _CONNECT: connect_ports} if version >= _PORT_VERSION else {}
+    ports = {right: ranges for right, ranges in ports.items() if ranges}
+    scopes = _SCOPES if version >= _SCOPE_VERSION else 0
+    attributes = _RulesetAttributes(handled, sum(ports), scopes)  # older kernels accept fields that are 0
+    size = ctypes.c_size_t(ctypes.sizeof(attributes))
+    ruleset = checked(libc.syscall(_CREATE_RULESET, ctypes.byref(attributes), size, 0))
     try:
         for path in (*_libraries(), *readable):
             _allow(libc, ruleset, path, _READ & handled)
         for path in (Path("/dev"), *writable):
             _allow(libc, ruleset, path, handled)
         _allow(libc, ruleset, _open_own_threads(), (_READ_FILE | _READ_DIR | _WRITE_FILE | _TRUNCATE) & handled)
-        _checked(libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-        _checked(libc.syscall(_RESTRICT_SELF, ruleset, 0))
+        for right, ranges in ports.items():
+            for number in chain.from_iterable(range(first, last + 1) for first, last in ranges):
+                rule = ctypes.byref(_Port(right, number))
+                checked(libc.syscall(_ADD_RULE, ruleset, _RULE_PORT, rule, 0))
+        checked(libc.prctl(SET_NO_NEW_PRIVS, 1, 0, 0, 0))
+        checked(libc.syscall(_RESTRICT_SELF, ruleset, 0))
     finally:
         os.close(ruleset)
     return True
+
+
+def _version(libc: ctypes.CDLL) -> int:
+    """The version of Landlock's interface; not positive: there is none."""
+    return int(libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
 
 
 def _libraries() -> Iterable[Path]:
@@ -112,12 +148,6 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: Path, rights: int) -> None:
         return
     try:
         rule = _PathBeneath(rights if path.is_dir() else rights & _FILE_RIGHTS, descriptor)
-        _checked(libc.syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, ctypes.byref(rule), 0))
+        checked(libc.syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, ctypes.byref(rule), 0))
     finally:
         os.close(descriptor)
-
-
-def _checked(result: int) -> int:
-    if result < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return result

@@ -12,6 +12,7 @@ import logging
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,6 +216,17 @@ def listening_socket(host: str, port: int, backlog: int, host_setting: str) -> s
         raise BadSetting(setting=host_setting, reason=reason) from None
     listener.setblocking(False)
     return listener
+
+
+async def numeric_address(host: str) -> str:
+    """The address of a host, of IPv4 if it has one; a name that is not known within 5 s stays as it is."""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(host))
+    try:
+        found = await with_timeout(5.0, asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM))
+    except (OSError, asyncio.TimeoutError):
+        return host
+    return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
 
 
 async def refuses_connections(host: str, port: int, timeout_seconds: float) -> bool:

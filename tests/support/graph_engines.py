@@ -328,6 +328,8 @@ class GraphCluster:
         store = ShardStore(folder / f"store{rank}", 1 << 30, f"device{rank}")
         files, device = segment_files(model, self.plan, rank, put_into(store)), self._compute_device
         return [
-            load_segment(each, f"segment {segment.number}", segment.inputs, segment.outputs, store.path, 1, device)[0]
+            load_segment(
+                each, f"segment {segment.number}", segment.inputs, segment.outputs, store.path, store.path, 1, device
+            )[0]
             for each, segment in zip(files, self.routes[rank].segments, strict=True)
         ]

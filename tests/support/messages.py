@@ -22,7 +22,12 @@ _TELEMETRY = m.Telemetry(
     host_id="h", cpu_model="Cortex-A72", num_cores=4, load_1min=0.5, frequency_mhz=1500.0, memory_total_bytes=4 << 30,
     memory_available_bytes=3 << 30, memory_budget_bytes=2 << 30, disk_free_bytes=1 << 34, temperature_celsius=51.5,
     gpu=_GPU, gpu_problem="no driver", num_threads=4, compute_device="cpu", clock_unix_seconds=1.5e9,
-    python_version="3.10.12", memory_held_bytes={"default": 1 << 29},
+    python_version="3.10.12", memory_held_bytes={"default": 1 << 29}, confined="files calls",
+)  # fmt: skip
+FORK_WORKER = m.ForkWorker(
+    endpoint="ipc:///tmp/hearth-worker-1/worker", log_level="INFO", store="/var/cache/hearth-agent",
+    scratch="/var/cache/hearth-agent/scratch-1", bind_ports=(47810, 47829), connect_ports=((47810, 47829),),
+    compute_device="cpu",
 )  # fmt: skip
 _CHUNK = m.ChunkRef(hash=_HASH, num_bytes=1000, kind="mlp", layer=3, grain=2)
 _CACHE_BLOCK = CacheBlock(Span(0, 2), Span(1, 3))
@@ -129,7 +134,10 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Done(),
     m.KeysChanged(warning="the standby has not confirmed it"),
     m.Failed(code="TextTooLong", details={"index": 1, "num_tokens": 600, "max_tokens": 512}, scope="request"),
-    m.AgentWelcome(version="0.1.0", device_id="d", boot_id="b", name="kitchen", device_public_key=_KEY, link_port=47801),
+    m.AgentWelcome(
+        version="0.1.0", device_id="d", boot_id="b", name="kitchen", device_public_key=_KEY, link_port=47801,
+        data_ports=(47810, 47829),
+    ),
     m.GetTelemetry(),
     _TELEMETRY,
     m.AcquireLease(holder="c", holder_name="home", seconds=5.0, adopt={"default": 12, "minilm": 11}, ended="hub"),
@@ -203,11 +211,11 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.Start(
         load=_LOAD_GRAPH, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,
-        compute_device="cpu",
+        compute_device="cpu", scratch_path="/var/cache/hearth-agent/scratch-1",
     ),
     m.Unload(holder="c", epoch=3),
     m.ReportProgress(interval_seconds=0.5),
-    m.ForkWorker(endpoint="ipc:///tmp/hearth-worker-1/worker", log_level="INFO", store="/var/cache/hearth-agent"),
+    FORK_WORKER,
     m.WorkerForked(pid=4711),
     m.WorkerExited(pid=4711, code=-9),
     m.WorkerProgress(step=9, step_seconds=0.25, busy_seconds=0.125, limit_seconds=15.0, late_rank=2, sent_bytes=(0, 7)),

@@ -45,8 +45,8 @@ class RuntimeProcess:
     ) -> wire.WorkerBound:
         load = wire.Load(holder="test", plan=plan, rank=rank, parts=parts, plan_token=token)
         start = wire.Start(
-            load=load, store_path=str(self._store_path), bind_host=LOOPBACK, ports=(0, 0), num_threads=1,
-            compute_device=self._compute_device,
+            load=load, store_path=str(self._store_path), scratch_path=str(self._store_path), bind_host=LOOPBACK,
+            ports=(0, 0), num_threads=1, compute_device=self._compute_device,
         )  # fmt: skip
         self.end()
         previous, self._runtime = self._runtime, None

@@ -59,6 +59,7 @@ class GraphRuntime:
         self._start, self._plan, self._parts = start, plan, parts
         self._answer = answer
         self._previous = previous
+        self._scratch = Path(start.scratch_path) if start.scratch_path else None
         self._engine: GraphEngine | None = None  # from `connect` on
         self._routes = routes_for(plan, start.load.rank)
 
@@ -82,7 +83,7 @@ class GraphRuntime:
         in_place = weights_stay_in_place(load.plan.devices[load.rank].memory.weights, sum(copies))
         held = {files: each for files, each in held.items() if each.in_place == in_place}
         self._loaded = []
-        with WeightFiles(Path(self._start.store_path)) if in_place else nullcontext() as shared:
+        with WeightFiles(Path(self._start.store_path), self._scratch) if in_place else nullcontext() as shared:
             for segment, files, num_copied in zip(segments, self._parts.files, copies, strict=True):
                 if is_given_up():
                     self._loaded += held.values()
@@ -113,7 +114,7 @@ class GraphRuntime:
         start = self._start
         session, num_bytes = load_segment(
             files, _name(segment, start.load.rank), segment.inputs, segment.outputs,
-            Path(start.store_path), start.num_threads, start.compute_device, in_place,
+            Path(start.store_path), self._scratch, start.num_threads, start.compute_device, in_place,
         )  # fmt: skip
         return _LoadedSegment(files, session, num_bytes, num_copied, in_place is not None)
 

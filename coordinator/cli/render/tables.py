@@ -88,6 +88,10 @@ def device_table(devices: Sequence[wire.DeviceInfo]) -> Table:
         if t is None:
             table.add_row(name, state)
             continue
+        if missing := t.unconfined():
+            state += f"\n[yellow]workers not confined: {', '.join(missing)}[/]"
+        elif t.confined is not None:
+            state += "\n[dim]workers confined[/]"
         if t.gpu_problem:
             state += f"\n[yellow]computes on the CPU: {escape(t.gpu_problem)}[/]"
         table.add_row(

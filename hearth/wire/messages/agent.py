@@ -9,7 +9,13 @@ from pydantic import Field
 from hearth.plan.layer import ChunkKind
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.profile import BlockProfile, WireCost
-from hearth.protocol import DEFAULT_DEPLOYMENT, MAX_LINK_OPEN_SECONDS, MAX_PAYLOAD_FRAME_BYTES, PROTOCOL_VERSION
+from hearth.protocol import (
+    CONFINEMENT,
+    DEFAULT_DEPLOYMENT,
+    MAX_LINK_OPEN_SECONDS,
+    MAX_PAYLOAD_FRAME_BYTES,
+    PROTOCOL_VERSION,
+)
 from hearth.wire.messages.base import (
     Bytes,
     Command,
@@ -41,6 +47,7 @@ class AgentWelcome(Message):
     name: Name
     device_public_key: PublicKey
     link_port: Port
+    data_ports: tuple[int, int] = (0, 0)  # first and last that its workers bind; (0, 0): any, or not known
 
 
 # ---- telemetry ----------------------------------------------------------------------------------------------------
@@ -86,6 +93,12 @@ class Telemetry(Message):
     # Chunks that the store can take besides those of the plans deployed here, if it drops all others; None: not known.
     store_room_bytes: Bytes | None = None
     cpu_load: float | None = None  # busy fraction of all cores since the last reading
+    # What the system confines workers in, of `CONFINEMENT`, with spaces between; None: not known, of an earlier version
+    confined: Text | None = None
+
+    def unconfined(self) -> tuple[str, ...]:
+        """What workers are not confined in although they should be; empty if that is not known."""
+        return () if self.confined is None else tuple(each for each in CONFINEMENT if each not in self.confined.split())
 
     @property
     def gpu_load(self) -> float | None:

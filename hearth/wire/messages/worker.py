@@ -97,6 +97,9 @@ class SegmentParts(WireModel):
         return tuple(dict.fromkeys(chunks))
 
 
+PortRanges = Annotated[tuple[tuple[Port, Port], ...], Field(max_length=256)]  # first and last of each
+
+
 class Load(DeploymentCommand):
     """Load this rank of the plan, in the deployment's worker that runs, or in a new one.
 
@@ -111,6 +114,7 @@ class Load(DeploymentCommand):
     encrypt_data_plane: bool = True
     # Begins every tile header; without encryption it is the only authentication of a tile.
     plan_token: Annotated[bytes, Field(min_length=16, max_length=16)]
+    data_ports: PortRanges = ()  # that workers of the plan's devices bind; empty: any, or not known
 
     @model_validator(mode="after")
     def _of_one_kind(self) -> Load:
@@ -364,6 +368,7 @@ class Start(Message):
 
     load: Load
     store_path: Text
+    scratch_path: Text = ""  # folder in the store for the worker's files; empty: the disk takes none
     bind_host: Name
     ports: tuple[int, int]  # first and last of the range to bind in; (0, 0): any
     num_threads: Annotated[int, Field(ge=1)]
@@ -390,11 +395,18 @@ class WorkerProgress(Message):
 
 
 class ForkWorker(Message):
-    """Ask the template of workers for a new worker process. The answer is `WorkerForked`, with the process's pidfd."""
+    """Ask the template of workers for a new worker process. The answer is `WorkerForked`, with the process's pidfd.
+
+    The process may use what is named here, and no more for as long as it lives.
+    """
 
     endpoint: Name  # of the worker's private socket
     log_level: Name
-    store: Text  # folder of the chunks
+    store: Text  # folder of the chunks, to be read
+    scratch: Text  # folder to write in
+    bind_ports: tuple[int, int]  # first and last; (0, 0): any that the system chooses
+    connect_ports: PortRanges = ()  # empty: all
+    compute_device: ComputeDevice
 
 
 class WorkerForked(Message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from support.waiting import wait_for
 from agent.daemon.liveness import (
     BUSY_SILENT_SECONDS,
     LOADING_SILENT_SECONDS,
+    MAX_THREADS,
     SILENT_SECONDS,
     STOPPED_SECONDS,
     TICK_SECONDS,
@@ -111,5 +113,13 @@ def test_process_state_is_read_from_proc() -> None:
 
 
 def test_command_names_with_spaces_and_parentheses_are_skipped() -> None:
-    stat = "42 (a) R (b) S " + " ".join(["0"] * 10) + " 150 50 " + " ".join(["0"] * 30)
-    assert parse_process(stat, [], 100) == ProcessSample(cpu_seconds=2.0, waits_for_processor=False, stopped=False)
+    stat = "42 (a) R (b) S " + " ".join(["0"] * 10) + " 150 50 0 0 0 0 7 " + " ".join(["0"] * 30)
+    assert parse_process(stat, [], 100) == ProcessSample(
+        cpu_seconds=2.0, waits_for_processor=False, stopped=False, num_threads=7
+    )
+
+
+def test_process_with_too_many_threads_is_ended_also_while_it_loads() -> None:
+    many = replace(ASLEEP, num_threads=MAX_THREADS + 1)
+    assert Liveness().after_tick(0.0, replace(ASLEEP, num_threads=MAX_THREADS)).hang(loading=True) is None
+    assert "threads" in (Liveness().after_tick(0.0, many).hang(loading=True) or "")

@@ -16,12 +16,13 @@ pytest.importorskip("psutil")
 
 import psutil
 from support.contexts import zmq_context
+from support.messages import FORK_WORKER
 from support.waiting import until
 
 from agent.daemon import spawner as spawner_module
 from agent.daemon.spawner import ForkedProcess, Spawner, worker_environment
 from hearth.errors import StepFailed
-from hearth.wire.messages import Done, ReportProgress, WorkerLibrary, WorkerProgress
+from hearth.wire.messages import Done, ForkWorker, ReportProgress, WorkerLibrary, WorkerProgress
 from hearth.wire.rpc import RpcClient
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux 5.3 or later")
@@ -43,6 +44,10 @@ def without_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{hook}{os.pathsep}{os.pathsep.join(filter(None, sys.path))}")
 
 
+def request(endpoint: str, store: Path) -> ForkWorker:
+    return FORK_WORKER.model_copy(update={"endpoint": endpoint, "store": str(store), "scratch": str(store)})
+
+
 @asynccontextmanager
 async def running(spawner: Spawner) -> AsyncIterator[Spawner]:
     try:
@@ -58,7 +63,7 @@ async def test_forked_worker_serves_and_reports_its_exit(tmp_path: Path, monkeyp
     with zmq_context() as context:
         async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
             client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
-            process = await spawner.spawn(client.endpoint, str(tmp_path), "torch")
+            process = await spawner.spawn(request(client.endpoint, tmp_path), "torch")
             assert isinstance(process, ForkedProcess)
             with pytest.raises(StepFailed, match="not ready for Done"):
                 await client.call(Done(), timeout_seconds=20)
@@ -80,11 +85,11 @@ async def test_forked_worker_serves_and_reports_its_exit(tmp_path: Path, monkeyp
 
 async def test_workers_end_with_the_template_and_the_next_is_a_new_process(tmp_path: Path) -> None:
     async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
-        forked = [await spawner.spawn(f"ipc://{tmp_path / name}", str(tmp_path), "torch") for name in ("a", "b")]
+        forked = [await spawner.spawn(request(f"ipc://{tmp_path / name}", tmp_path), "torch") for name in ("a", "b")]
         template = psutil.Process(forked[0].pid).parent()
         template.kill()
         assert [await asyncio.wait_for(each.wait(), 10) for each in forked] == [-signal.SIGKILL] * 2
-        fresh = await spawner.spawn(f"ipc://{tmp_path / 'c'}", str(tmp_path), "torch")
+        fresh = await spawner.spawn(request(f"ipc://{tmp_path / 'c'}", tmp_path), "torch")
         assert psutil.Process(fresh.pid).ppid() == os.getpid()
         fresh.kill()
         await fresh.wait()
@@ -97,10 +102,10 @@ async def test_template_that_hangs_delays_a_new_process_only_shortly(
 
     async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
         monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 5.0)
-        first = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
+        first = await spawner.spawn(request(f"ipc://{tmp_path / 'a'}", tmp_path), "torch")
         monkeypatch.setattr(spawner_module, "_FORK_SECONDS", 0.1)
         psutil.Process(first.pid).parent().suspend()
-        fresh = await spawner.spawn(f"ipc://{tmp_path / 'b'}", str(tmp_path), "torch")
+        fresh = await spawner.spawn(request(f"ipc://{tmp_path / 'b'}", tmp_path), "torch")
         assert psutil.Process(fresh.pid).ppid() == os.getpid()
         assert first.returncode is None  # its worker goes on
         first.kill()
@@ -116,7 +121,7 @@ async def test_template_is_not_started_where_it_is_not_wanted(
     mode: spawner_module.SpareMode, has_room: bool, library: WorkerLibrary, tmp_path: Path
 ) -> None:
     async with running(Spawner(mode, lambda num_bytes: has_room)) as spawner:
-        process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), library)
+        process = await spawner.spawn(request(f"ipc://{tmp_path / 'a'}", tmp_path), library)
         assert [child.pid for child in psutil.Process().children()] == [process.pid]
         process.kill()
         await process.wait()
@@ -128,7 +133,7 @@ async def test_idle_template_ends_and_one_that_is_wanted_stays(tmp_path: Path, m
 
     async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
         keeping = asyncio.create_task(spawner.keep_templates())
-        process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
+        process = await spawner.spawn(request(f"ipc://{tmp_path / 'a'}", tmp_path), "torch")
         await asyncio.sleep(0.5)
         assert process.returncode is None
         process.kill()
@@ -146,7 +151,7 @@ async def test_template_that_was_prepared_forks_the_first_worker(
         spawner.prepare("torch")
         await until("the template", lambda: bool(psutil.Process().children()))
         (template,) = psutil.Process().children()
-        process = await spawner.spawn(f"ipc://{tmp_path / 'a'}", str(tmp_path), "torch")
+        process = await spawner.spawn(request(f"ipc://{tmp_path / 'a'}", tmp_path), "torch")
         assert psutil.Process(process.pid).ppid() == template.pid
         process.kill()
         await process.wait()
@@ -160,7 +165,7 @@ async def test_each_library_has_a_template_of_its_own(tmp_path: Path) -> None:
     async with running(Spawner("auto", lambda num_bytes: True)) as spawner:
         libraries: tuple[WorkerLibrary, ...] = ("torch", "onnxruntime", "torch", "onnxruntime")
         forked = [
-            await spawner.spawn(f"ipc://{tmp_path / str(number)}", str(tmp_path), library)
+            await spawner.spawn(request(f"ipc://{tmp_path / str(number)}", tmp_path), library)
             for number, library in enumerate(libraries)
         ]
         parents = [psutil.Process(each.pid).parent() for each in forked]

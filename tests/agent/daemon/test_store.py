@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.chunks import chunk
 
+from agent.daemon import store as store_module
 from agent.daemon.store import ShardStore
 from hearth import errors
 
@@ -113,11 +114,14 @@ def test_restart_keeps_complete_chunks_and_removes_partial_ones(tmp_path: Path) 
     assert store.missing([name]) == (name,)
     store.put(name, data)
     (tmp_path / name[:2] / f"{name}.abcd.part").write_bytes(b"half")
+    for folder in ("scratch-1", "profile-1", "tensorrt"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "file").write_bytes(b"left")
     again = ShardStore(tmp_path, 1000, "d")
     assert again.missing([name]) == ()
     assert again.verify([name]) == ()
     assert again.path_of(name).read_bytes() == data
-    assert not list(tmp_path.glob("*/*.part"))
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == [name]
     with pytest.raises(errors.ChunkMissing):
         again.path_of("0" * 64)
 
@@ -244,6 +248,29 @@ def test_rot_that_leaves_the_file_times_alone_is_found_once_the_last_check_is_ol
     later = time.monotonic() + 61
     monkeypatch.setattr(time, "monotonic", lambda: later)
     assert store.verify([name]) == (name,)
+
+
+def test_change_that_keeps_size_and_time_is_found_and_a_use_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = ShardStore(tmp_path, 10_000, "d")
+    changed, replaced, used = (chunk(index) for index in range(3))
+    names = [name for name, _ in (changed, replaced, used)]
+    for each in (changed, replaced, used):
+        store.put(*each)
+    assert store.verify(names) == ()
+    store.pin("default", names)
+    with monkeypatch.context() as patch:
+        patch.setattr(store_module, "_file_hash", lambda path: "not read again")
+        assert store.verify(names) == ()
+    for name, data in (changed, replaced):
+        path = store.path_of(name)
+        times = path.stat()
+        target = path if name == changed[0] else path.with_suffix(".new")
+        target.write_bytes(b"x" * len(data))
+        os.utime(target, ns=(times.st_atime_ns, times.st_mtime_ns))
+        target.rename(path)
+    assert set(store.verify(names)) == {changed[0], replaced[0]}
 
 
 def test_chunks_are_read_ahead_in_small_requests_until_the_limit(

@@ -67,7 +67,8 @@ class ScriptedWorker:
 
 
 NEVER_FORK = Spawner("off", lambda num_bytes: True)
-START = next(message for message in EXAMPLES if isinstance(message, wire.Start))
+EXAMPLE = next(message for message in EXAMPLES if isinstance(message, wire.Start))
+START = EXAMPLE.model_copy(update={"store_path": "/dev/null/store", "scratch_path": ""})  # a disk that takes nothing
 BOUND = wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
 Running = tuple[WorkerProcess, ScriptedWorker]
 
@@ -77,7 +78,7 @@ Running = tuple[WorkerProcess, ScriptedWorker]
 async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     """A worker process in state ready. The process only writes its endpoint to a file; the test answers there."""
     endpoint = tmp_path / "endpoint"
-    program = tmp_path / "program"  # called as `program -m agent.worker.main ENDPOINT LEVEL`
+    program = tmp_path / "program"  # called as `program -m agent.worker.main ENDPOINT REQUEST`
     program.write_text(
         f'#!/bin/sh\nprintf %s "$3" > {tmp_path}/part && mv {tmp_path}/part {endpoint}\nexec sleep 600\n'
     )
@@ -204,6 +205,12 @@ async def test_load_that_is_given_up_leaves_the_process_to_the_next_plan(running
     assert message == start(2)
     assert not process.can_reload(newer)
     assert not process.give_up_load(start(3, num_threads=START.num_threads + 1))  # a process keeps its threads
+    for ports, can_go_on in ((((1, 5), (7, 9)), True), (((1, 5),), True), (((1, 5), (6, 9)), False), ((), False)):
+        limited = START.load.model_copy(update={"data_ports": ((1, 5), (7, 9))})
+        wanted = START.load.model_copy(update={"data_ports": ports})
+        before, after = (START.model_copy(update={"load": load}) for load in (limited, wanted))
+        assert supervisor._fits(before, after) is can_go_on  # it cannot connect to further ports
+        assert supervisor._fits(START, after)
     assert process.give_up_load(newer)
     with pytest.raises(errors.StepFailed, match="replaced"):
         await older
@@ -326,3 +333,35 @@ async def test_disk_without_room_for_a_socket_is_a_fault_of_the_device(monkeypat
     monkeypatch.setattr(supervisor, "SocketFolder", read_only)
     with zmq_context() as context, pytest.raises(errors.WorkerDied, match="Read-only file system"):
         WorkerProcess(context, "kitchen", NEVER_FORK)
+
+
+@pytest.mark.parametrize("end", ["stop", "kill -9"])
+async def test_scratch_folder_is_removed_with_the_worker(
+    end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, store = (
+        tmp_path / "program",
+        tmp_path / "store",
+    )  # called as `program -m agent.worker.main ENDPOINT REQUEST`
+    program.write_text(
+        f'#!/bin/sh\nprintf %s "$4" > {tmp_path}/part && mv {tmp_path}/part {tmp_path}/request\nexec sleep 600\n'
+    )
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with zmq_context() as context:
+        process = WorkerProcess(context, "kitchen", NEVER_FORK)
+        starting = asyncio.create_task(process.start(EXAMPLE.model_copy(update={"store_path": str(store)})))
+        await until("the process", (tmp_path / "request").exists)
+        (scratch,) = store.iterdir()
+        assert wire.ForkWorker.model_validate_json((tmp_path / "request").read_bytes()).scratch == str(scratch)
+        (scratch / "1.weight").write_bytes(b"joined")
+        if end == "stop":
+            await process.stop()
+        else:
+            await until("the worker's start", lambda: process.pid is not None)
+            os.kill(process.pid, signal.SIGKILL)
+            await until("the end of its folder", lambda: not scratch.exists())
+        with pytest.raises(errors.WorkerDied):
+            await starting
+        assert not scratch.exists()
+        await process.stop()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 from contextlib import aclosing
 from pathlib import Path
 
 import pytest
 from support.contexts import zmq_context
-from support.messages import EXAMPLES
+from support.messages import EXAMPLES, FORK_WORKER
 
 from hearth.errors import StepFailed
 from hearth.wire.messages import Abort, Done, GenerateTokens, GenerationEnded, Run, Start, WorkerBound
@@ -20,13 +19,17 @@ START = next(message for message in EXAMPLES if isinstance(message, Start))
 RUN = Run(holder="c", epoch=1, step=1, timeout_seconds=1.0)
 
 
+def arguments(endpoint: str, scratch: Path) -> tuple[str, str]:
+    request = FORK_WORKER.model_copy(update={"endpoint": endpoint, "scratch": str(scratch)})
+    return endpoint, request.model_dump_json()
+
+
 async def test_worker_without_a_plan_rejects_run_and_ignores_abort(tmp_path: Path) -> None:
     with zmq_context() as context:
         client = RpcClient(context, f"ipc://{tmp_path / 'worker'}", None, "the worker")
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "agent.worker.main", client.endpoint, logging.getLevelName(logging.INFO),
-            str(tmp_path / "store"),
-        )  # fmt: skip
+            sys.executable, "-m", "agent.worker.main", *arguments(client.endpoint, tmp_path)
+        )
         try:
             for request in (RUN, Done()):
                 with pytest.raises(StepFailed, match=f"not ready for {type(request).__name__}"):
@@ -44,6 +47,40 @@ async def test_worker_without_a_plan_rejects_run_and_ignores_abort(tmp_path: Pat
             await process.wait()
             await client.close()
 
+
+async def test_other_processes_than_the_agent_get_no_answer(tmp_path: Path) -> None:
+    """Such as another worker, which could send requests to this one, or read its answers."""
+    endpoint = f"ipc://{tmp_path / 'worker'}"
+    worker = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "agent.worker.main", *arguments(endpoint, tmp_path)
+    )
+    with zmq_context() as context:
+        client = RpcClient(context, endpoint, None, "the worker")
+        try:
+            other = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", OTHER, endpoint, stdout=asyncio.subprocess.PIPE
+            )
+            for _ in range(2):  # the agent's connection does not suffer from the other one
+                with pytest.raises(StepFailed, match="not ready for Done"):
+                    await client.call(Done(), timeout_seconds=60)
+                await other.wait()
+            assert other.stdout is not None
+            assert (await other.stdout.read()).split() == [b"0"]
+        finally:
+            worker.kill()
+            await worker.wait()
+            await client.close()
+
+
+OTHER = """
+import sys, zmq
+from hearth.wire.messages import Done, encode
+socket = zmq.Context().socket(zmq.DEALER)
+socket.linger = 0
+socket.connect(sys.argv[1])
+socket.send_multipart([b"12345678", encode(Done())])
+print(socket.poll(1000))
+"""
 
 # A worker whose first load ends only when it is given up, or not at all with a second argument.
 SLOW_WORKER = """

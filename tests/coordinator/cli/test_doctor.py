@@ -208,6 +208,18 @@ def test_agent_that_cannot_use_its_gpu_is_a_warning_with_the_reason() -> None:
     assert doctor.check_gpus({"plain": ready}) == []
 
 
+def test_devices_whose_workers_are_not_confined_are_named_with_what_is_missing() -> None:
+    unknown = ready_device("x").telemetry
+    assert unknown is not None
+    reports = {"old-kernel": "calls", "pc": "files network calls", "none": "", "pi": "files network calls"}
+    devices = {name: unknown.model_copy(update={"confined": each}) for name, each in reports.items()}
+    none, old_kernel, fine = doctor.check_confinement({"earlier": unknown, **devices})
+    assert (none.status, old_kernel.status, fine.status) == ("warning", "warning", "ok")
+    assert "none are not confined in: files, network, calls" in none.what
+    assert "old-kernel are not confined in: files, network" in old_kernel.what
+    assert fine.what == "workers are confined on pc, pi"
+
+
 def test_no_agent_is_a_warning_with_a_remedy() -> None:
     (finding,) = doctor.check_agents([], [], now=0.0)
     assert finding.status == "warning"

@@ -16,8 +16,9 @@ from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.devices import registry
 from hearth.errors import ConnectionLost, DeviceLost, StepFailed
 from hearth.plan.plan import TransformerPlan
+from hearth.plan.profile import Link
 from hearth.platform.asyncio_tools import loop_time
-from hearth.wire.messages import Abort, Load, Message, Run, Unload
+from hearth.wire.messages import Abort, Load, Message, Run, ShardParts, Unload
 from hearth.wire.rpc import Reply
 
 
@@ -84,6 +85,27 @@ async def test_errors_of_ranks_name_their_devices(error: StepFailed, device: str
     with pytest.raises(StepFailed) as raised:
         await Deployment(TransformerFleet("ab"), plan_for("ab")).gather_or_abort(map(call, range(2)))
     assert (raised.value.device_name, raised.value.details()["peer"]) == (device, peer)
+
+
+@pytest.mark.parametrize(
+    ("ports", "sent"),
+    [(((5, 9), (5, 9)), ((5, 9),)), (((7, 9), (1, 5)), ((1, 5), (7, 9))), (((1, 5), (0, 0)), ())],
+)
+async def test_workers_learn_the_data_ports_of_their_plan_unless_one_may_be_any(
+    ports: tuple[tuple[int, int], ...], sent: tuple[tuple[int, int], ...]
+) -> None:
+    fleet = TransformerFleet("ab")
+    for name, each in zip("ab", ports, strict=True):
+        device = fleet.devices[name]
+        fleet.devices[name] = replace(device, welcome=device.welcome.model_copy(update={"data_ports": each}))
+    deployment = Deployment(fleet, plan_for("ab"))
+    deployment.parts = (ShardParts(chunks=()), ShardParts(chunks=()))
+    links = {
+        (source, target): Link(source=source, target=target, bytes_per_second=1e9, round_trip_seconds=1e-4)
+        for source, target in ("ab", "ba")
+    }
+    await deployment.load(links, encrypt=True)
+    assert [message.data_ports for _, message in fleet.asked if isinstance(message, Load)] == [sent] * 2
 
 
 @pytest.mark.parametrize("num_resets", [1, 3])

@@ -15,6 +15,7 @@ from hearth.platform.network import (
     choose_address,
     choose_interface,
     default_route_holders,
+    numeric_address,
     reason_to_skip,
     refuses_connections,
 )
@@ -128,3 +129,19 @@ async def test_only_a_port_where_nothing_listens_refuses_connections() -> None:
         assert not await refuses_connections("127.0.0.1", port, 5.0)
     assert await refuses_connections("127.0.0.1", port, 5.0)
     assert not await refuses_connections("no such computer", port, 5.0)
+
+
+async def test_addresses_stay_and_names_get_one_of_ipv4_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for address in ("10.0.0.7", "fe80::1"):
+        assert await numeric_address(address) == address
+    found = [(socket.AF_INET6, 1, 6, "", ("fd00::7", 0, 0, 0)), (socket.AF_INET, 1, 6, "", ("10.0.0.7", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_, **__: found)
+    assert await numeric_address("kitchen.local") == "10.0.0.7"
+    del found[1]
+    assert await numeric_address("kitchen.local") == "fd00::7"
+
+    def unknown(*_: object, **__: object) -> None:
+        raise socket.gaierror
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert await numeric_address("kitchen.local") == "kitchen.local"

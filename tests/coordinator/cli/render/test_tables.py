@@ -20,12 +20,13 @@ def test_workers_are_shown_with_step_silence_failure_and_stuck_processes() -> No
         ready_device("kitchen"),
         state=AgentState(boot_id="b", workers=(computing, silent, failed), num_abandoned=2, num_hung=3),
     )
-    device = with_telemetry(device, gpu_problem="no [new] driver")
+    device = with_telemetry(device, gpu_problem="no [new] driver", confined="files calls")
     console = Console(width=120, record=True)
     console.print(device_table([device.info(0.0)]))
     shown = " ".join(console.export_text().split())
     for text in (
         "computes on the CPU: no [new] driver",
+        "workers not confined: network",
         "worker ready, step 7 for 2.50 s",
         "b ready, silent for 1.30 s",
         "c failed: killed [SIGKILL]",
