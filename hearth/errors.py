@@ -114,7 +114,8 @@ class WrongKey(HearthError, scope="peer"):
     endpoint: str
     summary = "{endpoint} refused our key: it belongs to another home, or the key was rotated or revoked."
     advice = (
-        "Export the key on the coordinator's device (`hearth key export`) and import it here (`hearth key import`)."
+        "Make a key where the coordinator runs (`hearth key add-device`, `add-app`, or `export --role admin`), and import it "
+        "here (`hearth key import`)."
     )
 
 
@@ -194,7 +195,7 @@ class BadKey(HearthError, scope="request"):
     source: str
     reason: str
     summary = "The key from {source} cannot be used: {reason}."
-    advice = "Export it again with `hearth key export` on the coordinator's device."
+    advice = "Make it again where the coordinator runs (`hearth key add-device`, `add-app` or `export`)."
 
 
 class KeyExposed(HearthError, scope="request"):

@@ -30,7 +30,8 @@ from coordinator.cli.doctor_libraries import (
 )
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
-from coordinator.serve.config import default_state_dir
+from coordinator.serve.clients.key_registry import device_keys
+from coordinator.serve.config import default_state_dir, device_registry_dir, load_coordinator_settings
 from hearth.client.connection import COORDINATOR_PORT
 from hearth.errors import HearthError
 from hearth.platform import security
@@ -249,8 +250,10 @@ async def check_network(
     try:
         await browser.start()
         deadline = loop_time() + search_seconds
-        if not isinstance(credential, security.AppKey):
-            async with Fleet(security.agent_access(credential), None, interfaces=mdns_interfaces) as fleet:
+        if isinstance(credential, security.HomeKey | security.AdminKey):
+            own_keys = device_keys(device_registry_dir(load_coordinator_settings({}).state_dir))
+            access = security.agent_access(credential)
+            async with Fleet(access, None, interfaces=mdns_interfaces, device_keys=own_keys) as fleet:
                 await fleet.settle(1.0, 1, search_seconds)
                 devices = list(fleet.devices.values())
                 findings += check_agents(devices, fleet.refusals, time.time())

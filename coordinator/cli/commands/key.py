@@ -170,7 +170,7 @@ def add_device(
     if as_json:
         print_json({"name": name, "key": line, "fingerprint": fingerprint(public)})
         return
-    report(f"The key is shown only once. On {name}: `hearth key import`, paste the line, and restart hearth-agent:")
+    report(f"The key is shown only once. On {name}, install.sh asks for it, or `hearth key import --force` takes it:")
     typer.echo(line)
 
 

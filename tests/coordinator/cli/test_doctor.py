@@ -23,7 +23,7 @@ from hearth.errors import ProtocolMismatch
 from hearth.platform.curve import new_keypair
 from hearth.platform.discovery import COORDINATOR_SERVICE, DiscoveredService, advertised
 from hearth.platform.network import Interface
-from hearth.platform.security import coordinator_access, new_home_key, save_credential
+from hearth.platform.security import AppKey, coordinator_access, new_device_key, new_home_key, save_credential
 from hearth.wire.messages import AgentWelcome, Gpu
 
 LOOPBACK = Interface("lo", "127.0.0.1", False, 0, "it reaches this machine only")
@@ -262,6 +262,18 @@ def test_invalid_mdns_address_is_a_finding(address: str) -> None:
     findings = asyncio.run(doctor.check_network(new_home_key(), [address], search_seconds=0.1))
     assert [f.status for f in findings] == ["problem"]
     assert address in findings[0].what
+
+
+def test_key_of_a_device_or_an_app_finds_coordinators_only() -> None:
+    """Neither may talk to agents."""
+    home = new_home_key()
+    public = coordinator_access(home).server_public
+    for key in (
+        new_device_key(home, "kitchen"),
+        AppKey(name="app", secret=new_keypair().secret, coordinator_public=public),
+    ):
+        findings = asyncio.run(doctor.check_network(key, ["127.0.0.1"], search_seconds=0.1))
+        assert [finding.check for finding in findings] == ["coordinator"]
 
 
 # ---- the command ---------------------------------------------------------------------------------
