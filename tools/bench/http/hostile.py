@@ -11,11 +11,13 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hearth.client.home import AsyncHome
 from hearth.errors import HearthError
+from hearth.platform.asyncio_tools import with_timeout
 from tools.bench.child import serve
 from tools.bench.http.clients import HttpClients, request_bytes
 from tools.bench.http.home import HOST, PORT
@@ -54,7 +56,7 @@ class Hostile(HttpClients):
             try:
                 await act(self, token)
                 self._done += 1
-            except (HearthError, OSError, ValueError, asyncio.IncompleteReadError) as error:
+            except (HearthError, OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
                 self._errors[type(error).__name__] += 1
                 await asyncio.sleep(_PAUSE_SECONDS)
 
@@ -101,18 +103,18 @@ class Hostile(HttpClients):
         reader, writer = await asyncio.open_connection(HOST, PORT)
         try:
             writer.write(b"GET /health HTTP/1.1\r\n")
-            await asyncio.wait_for(reader.read(1), _HELD_SECONDS)
+            await with_timeout(_HELD_SECONDS, reader.read(1))
         finally:
             writer.close()
 
     async def large_bodies(self, token: str) -> None:
-        value = random.choice(["[]", "[[]]", '""', "0", "{}", '{"a":[]}', "null", '"\\ud800"', "1e999"])
-        body = '{"input": [' + ",".join([value] * (_BODY_BYTES // (len(value) + 1) - 8)) + "]}"
+        body = _large_body(random.choice(["[]", "[[]]", '""', "0", "{}", '{"a":[]}', "null", '"\\ud800"', "1e999"]))
         head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
         reader, writer = await asyncio.open_connection(HOST, PORT)
         try:
-            writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-            await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), _HELD_SECONDS)
+            writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode())
+            writer.write(body)
+            await with_timeout(_HELD_SECONDS, reader.readuntil(b"\r\n\r\n"))
         finally:
             writer.close()
 
@@ -128,6 +130,12 @@ ATTACKS: dict[str, Callable[[Hostile, str], Awaitable[None]]] = {
     "idle HTTP connections": Hostile.idle_connections,
     "HTTP bodies of 8 MiB": Hostile.large_bodies,
 }
+
+
+@cache
+def _large_body(value: str) -> bytes:
+    """JSON with a list of nothing but this value."""
+    return b'{"input": [' + b",".join([value.encode()] * (_BODY_BYTES // (len(value) + 1) - 8)) + b"]}"
 
 
 def _chat(max_tokens: int) -> dict[str, Any]:

@@ -182,8 +182,10 @@ class Leader:
         """Record the time of the step that has ended; of steps that overlap in a pipeline, the time since the one before."""
         began, num_rows = self._in_flight.popleft()
         now = time.monotonic()
+        seconds = now - max(began, self._finished_at)
         if num_rows:
-            self._speculation.times.record(num_rows, now - max(began, self._finished_at))
+            self._speculation.times.record(num_rows, seconds)
+        self._scheduler.took(seconds)
         self._finished_at = now
 
     def _begin(self) -> bool:

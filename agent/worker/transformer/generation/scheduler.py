@@ -7,6 +7,10 @@ that running answers continue. A sequence takes further blocks as it grows. If t
 sequences waits for room, the newest one of the caller with the most is preempted: its blocks are freed, and once there is room
 it is computed again, with the tokens that it has generated.
 
+A caller with more than twice as many sequences as another one is heavy. While there are lighter ones, also such as have just
+got their answers, heavy callers get a quarter of the time that these take: their rows are left out of orders while they have
+had more, and their prompts are prefilled in small chunks, since a lighter caller may wait for each.
+
 A decoding step may verify guesses of a sequence's next tokens (`speculation`): they are further rows of the step. Nothing is
 preempted for them, and they take no block that another sequence could need soon.
 
@@ -17,8 +21,8 @@ out. To keep several stages of a pipeline busy, decoding sequences are divided i
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from typing import Literal
+from collections.abc import Container, Iterable, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -27,6 +31,21 @@ from agent.worker.transformer.generation.sequence import SequenceState, common_p
 from agent.worker.transformer.generation.speculation import Speculation
 from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
 from hearth.wire import messages as wire
+
+_HEAVY = 2  # times the sequences of another caller make one heavy
+_HEAVY_SHARE = 0.25  # of the time of lighter callers, for the heavy ones
+_HEAVY_CHUNK_ROWS = 64  # of their prompts in one step: enough for matrix products to be efficient
+_EXPECTED_SECONDS = (
+    1.0  # for which a caller counts that has no sequence any more: an app asks again soon, or not at all
+)
+
+
+class _Order(NamedTuple):
+    """An order in flight: its rows of light and heavy callers, and whether there were both."""
+
+    num_light: int
+    num_heavy: int
+    is_shared: bool
 
 
 class Scheduler:
@@ -60,6 +79,11 @@ class Scheduler:
         self._dropped: list[str] = []
         self._paused: dict[int, SequenceState] = {}  # whose KV caches are kept, by number, oldest first
         self._prefilled_last = False
+        self._in_flight: deque[_Order] = deque()
+        self._heavy: frozenset[str] = frozenset()  # callers, as of the last order
+        self._owed_seconds = 0.0  # that heavy callers have had beyond their share
+        self._seconds = 0.0  # of all orders
+        self._seen: dict[str, tuple[float, int]] = {}  # by caller: `_seconds`, and its sequences, when it had some
         self._prefilled_in: Counter[str] = Counter()  # by caller: the number of the last order with rows of its prompts
 
     @property
@@ -152,23 +176,58 @@ class Scheduler:
         """Decide the next step, which must then be executed. None: nothing to do until a step in flight has ended."""
         if self._kept_prefixes is not None:
             return self._adopt(self._kept_prefixes)
-        decoding = [sequence for sequence in self._running.values() if sequence.pending and sequence.prefilled]
         self._num_orders += 1
-        rows = self._prefill_rows() if not (decoding and self._prefilled_last) else ()
-        self._prefilled_last = bool(rows)
-        if not rows:
-            rows = self._decode_rows(decoding)
+        self._heavy = self._heavy_callers()
+        rows = self._next_rows(self._heavy) if self._owed_seconds > 0 else ()
+        rows = rows or self._next_rows(frozenset())
         if not (rows or self._freed or self._dropped):
             return None
+        callers = [self._by_cache[each.sequence].request.caller for each in rows for _ in each.token_ids]
+        num_heavy = sum(caller in self._heavy for caller in callers)
+        self._in_flight.append(_Order(len(callers) - num_heavy, num_heavy, bool(self._heavy)))
         freed, self._freed = tuple(self._freed), []
         dropped, self._dropped = tuple(self._dropped), []
         published, self._published = [each for each in self._published if self._pool.is_cached(*each)], []
         kind: Literal["prefill", "decode"] = "prefill" if self._prefilled_last else "decode"
         return wire.StepOrder(kind=kind, rows=rows, freed=freed, dropped_streams=dropped, published=tuple(published))
 
+    def took(self, seconds: float) -> None:
+        """The oldest order in flight has ended, after so many seconds."""
+        if not self._in_flight:  # of a scheduler before this one
+            return
+        num_light, num_heavy, is_shared = self._in_flight.popleft()
+        self._seconds += seconds
+        if not is_shared:
+            self._owed_seconds = 0.0
+            return
+        times = self._speculation.times
+        light_seconds = seconds * num_light / max(num_light + num_heavy, 1)
+        if num_heavy and times.is_measured(num_light):
+            light_seconds = min(times.seconds(num_light), seconds)
+        self._owed_seconds += seconds - (1 + _HEAVY_SHARE) * light_seconds
+        self._owed_seconds = min(max(self._owed_seconds, 0.0), _EXPECTED_SECONDS)
+
+    def _heavy_callers(self) -> frozenset[str]:
+        """The callers with more than twice as many sequences as another one."""
+        present = Counter(each.request.caller for each in (*self._running.values(), *self._waiting))
+        expected = self._seconds - _EXPECTED_SECONDS
+        self._seen = {caller: (at, count) for caller, (at, count) in self._seen.items() if at >= expected}
+        self._seen |= {caller: (self._seconds, count) for caller, count in present.items()}
+        least = min((count for _, count in self._seen.values()), default=0)
+        return frozenset(caller for caller, (_, count) in self._seen.items() if count > _HEAVY * least)
+
+    def _next_rows(self, left_out: Container[str]) -> tuple[wire.SequenceRows, ...]:
+        """The next rows to prefill or to decode, but none of the callers `left_out`."""
+        running = [each for each in self._running.values() if each.request.caller not in left_out]
+        decoding = [each for each in running if each.pending and each.prefilled]
+        rows = self._prefill_rows(left_out) if not (decoding and self._prefilled_last) else ()
+        self._prefilled_last = bool(rows)
+        return rows or self._decode_rows(decoding)
+
     def _adopt(self, kept: wire.KeptPrefixes) -> wire.StepOrder:
         """Have the ranks take what they have kept of the prefix cache into blocks of this plan, as far as there is room."""
         self._kept_prefixes = None
+        self._in_flight.append(_Order(0, 0, False))
         num_blocks = len(kept.keys) // wire.PREFIX_KEY_BYTES
         num_dropped = max(num_blocks - max(self._pool.num_free - self._num_kept_blocks, 0), 0)
         kept = kept.model_copy(update={"keys": kept.keys[num_dropped * wire.PREFIX_KEY_BYTES :]})
@@ -376,18 +435,24 @@ class Scheduler:
         ]
         return self._speculation.drafts(group, most, self._limits.max_sequences - len(group))
 
-    def _prefill_rows(self) -> tuple[wire.SequenceRows, ...]:
+    def _prefill_rows(self, left_out: Container[str]) -> tuple[wire.SequenceRows, ...]:
         """The next rows of prompts: of the caller that has waited longest, of running sequences before those it admits."""
         room = self._limits.prefill_rows
+        heavy_room = room if self._whole_prompts else min(room, _HEAVY_CHUNK_ROWS)
         chunks: list[wire.SequenceRows] = []
         is_full = False  # whether the next waiting sequence has no room
-        while room > 0:
+        while True:
             others = (each for each in self._running.values() if each.last_order < self._num_orders)
             candidates = [each for each in others if each.pending and not each.prefilled]
             if not is_full and (waiting := self._next_waiting()) is not None:
                 candidates.append(waiting)
+            candidates = [each for each in candidates if each.request.caller not in left_out]
             following = min(candidates, key=lambda each: self._prefilled_in[each.request.caller], default=None)
-            if following is None or (self._whole_prompts and len(following.pending) > room):
+            if following is None:
+                break
+            is_heavy = following.request.caller in self._heavy
+            most = min(room, heavy_room) if is_heavy else room
+            if most <= 0 or (self._whole_prompts and len(following.pending) > most):
                 break
             new = None
             if not following.cache:
@@ -395,8 +460,9 @@ class Scheduler:
                     is_full = True
                     continue
                 new = admitted[1]
-            rows = self._rows(following, room, new=new)
+            rows = self._rows(following, most, new=new)
             room -= len(rows.token_ids)
+            heavy_room -= len(rows.token_ids) if is_heavy else 0
             chunks.append(rows)
             self._prefilled_in[following.request.caller] = self._num_orders
         return tuple(chunks)
