@@ -92,7 +92,7 @@ class Hostile(HttpClients):
         await self.ask(token, _chat(_LONG))
 
     async def unread_chats(self, token: str) -> None:
-        _, writer = await asyncio.open_connection(HOST, PORT, limit=1)  # bytes that it reads
+        _, writer = await _connection(limit=1)  # bytes that it reads
         try:
             writer.write(request_bytes("POST", "/v1/chat/completions", token, {**_chat(_LONG), "stream": True}))
             await asyncio.sleep(_HELD_SECONDS)
@@ -100,7 +100,7 @@ class Hostile(HttpClients):
             writer.close()
 
     async def idle_connections(self, token: str) -> None:
-        reader, writer = await asyncio.open_connection(HOST, PORT)
+        reader, writer = await _connection()
         try:
             writer.write(b"GET /health HTTP/1.1\r\n")
             await with_timeout(_HELD_SECONDS, reader.read(1))
@@ -110,7 +110,7 @@ class Hostile(HttpClients):
     async def large_bodies(self, token: str) -> None:
         body = _large_body(random.choice(["[]", "[[]]", '""', "0", "{}", '{"a":[]}', "null", '"\\ud800"', "1e999"]))
         head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
-        reader, writer = await asyncio.open_connection(HOST, PORT)
+        reader, writer = await _connection()
         try:
             writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode())
             writer.write(body)
@@ -130,6 +130,11 @@ ATTACKS: dict[str, Callable[[Hostile, str], Awaitable[None]]] = {
     "idle HTTP connections": Hostile.idle_connections,
     "HTTP bodies of 8 MiB": Hostile.large_bodies,
 }
+
+
+async def _connection(limit: int = 1 << 16) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection to the gateway from another address than that of the good app."""
+    return await asyncio.open_connection(HOST, PORT, limit=limit, local_addr=("127.0.0.2", 0))
 
 
 @cache

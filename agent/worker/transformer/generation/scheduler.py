@@ -204,8 +204,9 @@ class Scheduler:
         light_seconds = seconds * num_light / max(num_light + num_heavy, 1)
         if num_heavy and times.is_measured(num_light):
             light_seconds = min(times.seconds(num_light), seconds)
-        self._owed_seconds += seconds - (1 + _HEAVY_SHARE) * light_seconds
-        self._owed_seconds = min(max(self._owed_seconds, 0.0), _EXPECTED_SECONDS)
+        owed_seconds = self._owed_seconds + seconds - (1 + _HEAVY_SHARE) * light_seconds
+        # What heavy callers have while a lighter one is expected is limited: they would wait too long once it has come.
+        self._owed_seconds = min(max(owed_seconds, 0.0), max(_EXPECTED_SECONDS, seconds))
 
     def _heavy_callers(self) -> frozenset[str]:
         """The callers with more than twice as many sequences as another one."""

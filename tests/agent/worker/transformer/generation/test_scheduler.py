@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -346,6 +347,43 @@ def test_caller_that_fills_the_batch_gives_up_to_another_at_once(limits: Generat
         scheduler.add(sequence(number, 4, 100, "other"))
         execute_order(scheduler, scheduler.next_order())
     assert (running_of(scheduler, "greedy"), running_of(scheduler, "other")) == ([0, 1, 2, 3], [20, 21, 22, 23])
+
+
+def run_for(scheduler: Scheduler, num_orders: int) -> tuple[float, Counter[str], int]:
+    """Execute orders, each of which takes a millisecond, and one more for each row.
+
+    Returns the milliseconds of all, the tokens of each caller, and the most rows of an order.
+    """
+    milliseconds, tokens, most = 0.0, Counter[str](), 0
+    for _ in range(num_orders):
+        order = scheduler.next_order()
+        num_rows = sum(len(rows.token_ids) for rows in order.rows)
+        tokens.update(scheduler.with_cache(rows.sequence).request.caller for rows in order.rows if rows.sample)
+        execute_order(scheduler, order)
+        scheduler.took(1e-3 * (1 + num_rows))
+        milliseconds, most = milliseconds + 1 + num_rows, max(most, num_rows)
+    return milliseconds, tokens, most
+
+
+def test_caller_with_many_sequences_takes_a_quarter_of_the_time_of_one_with_few() -> None:
+    scheduler = Scheduler(GenerationLimits(kv_tokens=20000, max_sequences=16, prefill_rows=640))
+    scheduler.add(sequence(99, 10, 3000, "light"))
+    run_for(scheduler, 10)
+    for number in range(40):
+        scheduler.add(sequence(number, 20, 100, "heavy"))
+    milliseconds, tokens, most = run_for(scheduler, 1500)
+    assert 0.75 < tokens["light"] * 2.0 / milliseconds <= 1  # of the time that its steps take alone
+    assert tokens["heavy"] > 0.2 * tokens["light"]
+    assert most <= 64 + 16
+
+
+def test_callers_with_about_as_many_sequences_are_not_kept_waiting() -> None:
+    scheduler = Scheduler(GenerationLimits(kv_tokens=20000, max_sequences=16, prefill_rows=640))
+    for number, caller in enumerate(["one", "one", "two", "two", "two"]):
+        scheduler.add(sequence(number, 200, 300, caller))
+    _, tokens, most = run_for(scheduler, 200)
+    assert most > 64
+    assert tokens["two"] > 1.4 * tokens["one"]
 
 
 def test_prompts_of_callers_are_prefilled_in_turns() -> None:
