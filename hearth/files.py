@@ -13,6 +13,11 @@ from pathlib import Path
 PART_SUFFIX = ".part"  # suffix of a file while it is being written; it lies in the same folder as the final file
 
 
+def file_beside(folder: Path) -> Path:
+    """The file of a worker that has this scratch folder: onnxruntime reads weights only below the folder of a model's file."""
+    return folder.with_name(f"{folder.name}{PART_SUFFIX}")
+
+
 def write_atomically(
     path: Path, data: str | bytes | bytearray | memoryview, private: bool = False, durable: bool = False
 ) -> None:

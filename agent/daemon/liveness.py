@@ -24,7 +24,7 @@ LOADING_SILENT_SECONDS = 30.0
 # the load above, the import of torch held the lock for 8.3 s; a Raspberry Pi needs 20 s for it.
 BUSY_SILENT_SECONDS = 15.0
 # Each session of onnxruntime has a thread for each core. The agent's own threads need room below `TasksMax` of its unit.
-MAX_THREADS = 1024
+MAX_THREADS = 4096
 
 
 @dataclass(frozen=True)

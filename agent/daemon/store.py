@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hearth.errors import ChunkCorrupt, ChunkMissing, StoreFailed, StoreFull
-from hearth.files import PART_SUFFIX, write_atomically
+from hearth.files import PART_SUFFIX, file_beside, write_atomically
 from hearth.platform.disk import DaemonThreads
 from hearth.transport.base import Buffer
 
@@ -43,6 +43,23 @@ class _Verified(NamedTuple):
 
     at: float
     version: tuple[int, ...]
+
+
+class Scratch(tempfile.TemporaryDirectory[str]):
+    """A temporary folder for large files, and a file, in the store: the system's temporary folder may be in memory.
+
+    Raises OSError.
+    """
+
+    def __init__(self, store: Path) -> None:
+        store.mkdir(parents=True, exist_ok=True)
+        super().__init__(prefix=_SCRATCH_PREFIX, dir=store, ignore_cleanup_errors=True)
+        file_beside(Path(self.name)).touch()
+
+    def cleanup(self) -> None:
+        """Remove both."""
+        super().cleanup()
+        file_beside(Path(self.name)).unlink(missing_ok=True)
 
 
 class ShardStore:
@@ -220,10 +237,10 @@ class ShardStore:
         with self._lock:
             self._pinned.pop(deployment, None)
 
-    def scratch_folder(self) -> tempfile.TemporaryDirectory[str]:
-        """As the function `scratch_folder`. Raises StoreFailed."""
+    def scratch_folder(self) -> Scratch:
+        """A scratch folder. Raises StoreFailed."""
         try:
-            return scratch_folder(self.path)
+            return Scratch(self.path)
         except OSError as error:
             raise self._store_failed(error) from None
 
@@ -300,15 +317,6 @@ class ShardStore:
 def _version(status: os.stat_result) -> tuple[int, ...]:
     """Differs after every change of a file. The ctime cannot be set, unlike the mtime, which an SD card counts in seconds."""
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-
-
-def scratch_folder(store: Path) -> tempfile.TemporaryDirectory[str]:
-    """A temporary folder for large files on the store's disk: the system's temporary folder may be in memory.
-
-    Raises OSError.
-    """
-    store.mkdir(parents=True, exist_ok=True)
-    return tempfile.TemporaryDirectory(prefix=_SCRATCH_PREFIX, dir=store, ignore_cleanup_errors=True)
 
 
 def _file_hash(path: Path) -> str:

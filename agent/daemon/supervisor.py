@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import signal
-import tempfile
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ import zmq.asyncio
 
 from agent.daemon.liveness import MAX_THREADS, TICK_SECONDS, Liveness, ProcessSample, parse_process
 from agent.daemon.spawner import ChildProcess, Spawner, log_level
-from agent.daemon.store import scratch_folder
+from agent.daemon.store import Scratch
 from hearth.errors import DeadlineExceeded, DiskHung, HearthError, StepFailed, WorkerDied
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.child import describe_exit, run_module
@@ -106,7 +105,7 @@ class WorkerProcess:
         self._client = RpcClient(context, f"ipc://{self._folder.path / 'worker'}", None, f"the worker on {device}")
         self._process: ChildProcess | None = None
         self._spawning: asyncio.Future[ChildProcess] | None = None
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
+        self._scratch: Scratch | None = None
         self._loaded: wire.Start | None = None  # the newest request
         self._load_call: asyncio.Future[wire.WorkerBound] | None = None  # the newest one to the process
         self._gave_up_load = False  # whether that request was given up, and none followed yet
@@ -209,7 +208,7 @@ class WorkerProcess:
         """Start the process, with a folder to write in. Raises OSError."""
         store = Path(request.store_path)
         try:
-            self._scratch = await on_disk(store, FILE_SECONDS, scratch_folder, store)
+            self._scratch = await on_disk(store, FILE_SECONDS, Scratch, store)
         except (OSError, DiskHung) as error:  # most workers write nothing
             log.warning("the worker gets no folder in %s: %s", store, error)
         worker = wire.ForkWorker(

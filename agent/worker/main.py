@@ -16,12 +16,12 @@ import socket
 import sys
 import tempfile
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 from agent.worker.runtime import LoadGivenUp, Runtime
 from agent.worker.server import SendAnswer, WorkerServer, failed_message
 from hearth.errors import StepFailed
+from hearth.files import file_beside
 from hearth.platform.child_main import die_with_parent
 from hearth.platform.confine import COMPILED_KERNELS, confine
 from hearth.platform.system_calls import refuse_system_calls
@@ -199,9 +199,8 @@ def set_up_process(request: ForkWorker) -> int:
     listener.bind(request.endpoint.removeprefix("ipc://"))
     listener.listen()
     tempfile.tempdir = request.scratch
-    with suppress(OSError):  # the store may be deleted at any time
-        os.chdir(request.store)  # onnxruntime before 1.22 reads weights relative to the current folder
-    writable = (Path(request.scratch), COMPILED_KERNELS)
+    scratch = Path(request.scratch)
+    writable = (scratch, file_beside(scratch), COMPILED_KERNELS)
     confine([Path(request.store)], writable, bind_ports=[request.bind_ports], connect_ports=request.connect_ports)
     refuse_system_calls(unix_sockets=request.compute_device == "cuda")  # whose drivers may use some
     return listener.detach()

@@ -111,7 +111,7 @@ def confine(
 
 def _version(libc: ctypes.CDLL) -> int:
     """The version of Landlock's interface; not positive: there is none."""
-    return int(libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG))
+    return int(libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)) if sys.platform == "linux" else 0
 
 
 def _libraries() -> Iterable[Path]:

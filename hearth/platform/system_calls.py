@@ -87,7 +87,7 @@ class _Rule(NamedTuple):
 
 def can_refuse() -> bool:
     """Whether this machine and its kernel have such filters."""
-    if platform.machine() not in _MACHINES or sys.maxsize < 1 << 32:
+    if sys.platform != "linux" or platform.machine() not in _MACHINES or sys.maxsize < 1 << 32:
         return False
     libc = ctypes.CDLL(None, use_errno=True)
     return libc.prctl(_SET_SECCOMP, _FILTER_MODE, None, 0, 0) != 0 and ctypes.get_errno() == errno.EFAULT

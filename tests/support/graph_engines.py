@@ -327,9 +327,8 @@ class GraphCluster:
     def _load(self, model: onnx.ModelProto, rank: int, folder: Path) -> list[SegmentSession]:
         store = ShardStore(folder / f"store{rank}", 1 << 30, f"device{rank}")
         files, device = segment_files(model, self.plan, rank, put_into(store)), self._compute_device
+        (scratch := store.path / "scratch").mkdir()
         return [
-            load_segment(
-                each, f"segment {segment.number}", segment.inputs, segment.outputs, store.path, store.path, 1, device
-            )[0]
+            load_segment(each, f"segment {segment.number}", segment.inputs, segment.outputs, scratch, 1, device)[0]
             for each, segment in zip(files, self.routes[rank].segments, strict=True)
         ]

@@ -99,9 +99,9 @@ def _(at: Any) -> None:
     refused_every_time([each for of_file in attempts for each in of_file])
 
 
-@attempt("write in its own scratch folder")
+@attempt("write in its own scratch folder, and one file beside it")
 def _(at: Any) -> object:
-    return (Path(at.scratch) / "file").write_bytes(b"x")
+    return (Path(at.scratch) / "file").write_bytes(b"x"), Path(f"{at.scratch}.part").write_bytes(b"x")
 
 
 @attempt("write elsewhere, also in the system's temporary folder")
@@ -160,7 +160,7 @@ def _(at: Any) -> None:
     refused_every_time([fork, *spawn])
 
 
-@attempt("start threads; above 1024, the agent ends it")
+@attempt("start threads; above 4096, the agent ends it")
 def _(at: Any) -> None:
     start_thread()
 

@@ -44,8 +44,9 @@ class RuntimeProcess:
         is_given_up: Callable[[], bool] = lambda: False,
     ) -> wire.WorkerBound:
         load = wire.Load(holder="test", plan=plan, rank=rank, parts=parts, plan_token=token)
+        (scratch := self._store_path / "scratch").mkdir(exist_ok=True)
         start = wire.Start(
-            load=load, store_path=str(self._store_path), scratch_path=str(self._store_path), bind_host=LOOPBACK,
+            load=load, store_path=str(self._store_path), scratch_path=str(scratch), bind_host=LOOPBACK,
             ports=(0, 0), num_threads=1, compute_device=self._compute_device,
         )  # fmt: skip
         self.end()

@@ -16,7 +16,7 @@ from agent.worker.graph.sessions import SegmentSession, copied_bytes, load_segme
 from agent.worker.graph.weight_files import WeightFiles
 from agent.worker.runtime import LoadGivenUp
 from agent.worker.server import SendAnswer
-from hearth.errors import BadRequest
+from hearth.errors import BadRequest, StoreFailed
 from hearth.plan.graph import weights_stay_in_place
 from hearth.plan.plan import is_graph_plan
 from hearth.platform.machine import keep_freed_buffers
@@ -59,7 +59,6 @@ class GraphRuntime:
         self._start, self._plan, self._parts = start, plan, parts
         self._answer = answer
         self._previous = previous
-        self._scratch = Path(start.scratch_path) if start.scratch_path else None
         self._engine: GraphEngine | None = None  # from `connect` on
         self._routes = routes_for(plan, start.load.rank)
 
@@ -68,6 +67,8 @@ class GraphRuntime:
         if len(self._parts.files) != len(segments):
             reason = f"files of {len(self._parts.files)} segments for a rank with {len(segments)} segments"
             raise BadRequest(reason=reason)
+        if not self._start.scratch_path:
+            raise StoreFailed(device="this device", reason="its disk takes no temporary files")
         previous, self._previous = self._previous, None
         held: dict[wire.SegmentFiles, _LoadedSegment] = {}
         if previous is None:
@@ -83,7 +84,7 @@ class GraphRuntime:
         in_place = weights_stay_in_place(load.plan.devices[load.rank].memory.weights, sum(copies))
         held = {files: each for files, each in held.items() if each.in_place == in_place}
         self._loaded = []
-        with WeightFiles(Path(self._start.store_path), self._scratch) if in_place else nullcontext() as shared:
+        with WeightFiles(Path(self._start.scratch_path)) if in_place else nullcontext() as shared:
             for segment, files, num_copied in zip(segments, self._parts.files, copies, strict=True):
                 if is_given_up():
                     self._loaded += held.values()
@@ -114,7 +115,7 @@ class GraphRuntime:
         start = self._start
         session, num_bytes = load_segment(
             files, _name(segment, start.load.rank), segment.inputs, segment.outputs,
-            Path(start.store_path), self._scratch, start.num_threads, start.compute_device, in_place,
+            Path(start.scratch_path), start.num_threads, start.compute_device, in_place,
         )  # fmt: skip
         return _LoadedSegment(files, session, num_bytes, num_copied, in_place is not None)
 

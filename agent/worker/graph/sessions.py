@@ -1,7 +1,7 @@
 """onnxruntime sessions for one rank's segments, created from the chunks in the store.
 
-Weights are memory-mapped: a segment's protobuf names the chunk files in the store as its external data, so onnxruntime maps
-each weight and unmaps it once it is packed for a kernel. Passing weights as values
+Weights are memory-mapped: a segment's protobuf is written into the store with the chunk files as its external data, so
+onnxruntime maps each weight and unmaps it once it is packed for a kernel. Passing weights as values
 (`add_external_initializers`) was measured to keep each weight in memory twice. Segments are loaded one at a time. Every
 operator packs its own copy of a weight, even within a session; without packing, all read the mapped file.
 """
@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from agent.worker.graph.weight_files import WeightFiles, chunk_path
 from agent.worker.onnx_runtime import load_cuda, ort
 from hearth.errors import BadPlan, BadRequest, StepFailed
+from hearth.files import file_beside
 from hearth.platform.machine import give_back_freed_buffers
 from hearth.wire.framing import MAX_DIMS
 from hearth.wire.messages import ArrayChunks, ComputeDevice, SegmentFiles
@@ -109,36 +110,35 @@ def load_segment(
     name: str,
     inputs: Sequence[str],
     outputs: Sequence[str],
-    store: Path,
-    scratch: Path | None,
+    scratch: Path,
     num_threads: int,
     compute_device: ComputeDevice,
     in_place: WeightFiles | None = None,
 ) -> tuple[SegmentSession, int]:
     """Load a segment. Returns it, and the bytes of its protobuf and weights.
 
-    `scratch` is a folder in the store for temporary files; None: there is none.
+    `scratch` is a folder for temporary files in the store.
     With `in_place`, the segments that are loaded with the same files map each weight once, and kernels do not pack it.
-    Raises ChunkMissing, ChunkCorrupt, StoreFull, StoreFailed, and BadPlan if onnxruntime does not accept it.
+    Raises ChunkMissing, ChunkCorrupt, StoreFull, and BadPlan if onnxruntime does not accept it.
     """
-    model, num_bytes = _read_model(files, name, store)
+    model, num_bytes = _read_model(files, name, scratch.parent)
     placeholders = {tensor.name: tensor for tensor in placeholders_of(model)}
     if missing := placeholders.keys() - {weight.name for weight in files.initializers}:
         raise BadPlan(reason=f"{name} comes without its weight {min(missing)}")
 
     def configure(options: ort.SessionOptions) -> None:
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(store))
         if in_place is not None:
             options.add_session_config_entry("session.disable_prepacking", "1")
 
-    with nullcontext(in_place) if in_place is not None else WeightFiles(store, scratch) as weight_files:
+    with nullcontext(in_place) if in_place is not None else WeightFiles(scratch) as weight_files:
         for weight in files.initializers:
             if weight.name not in placeholders:
                 raise BadPlan(reason=f"{name} does not use the weight {weight.name}")
             num_bytes += _attach_weight(placeholders[weight.name], weight, weight_files)
-        data = model.SerializeToString()
+        path = file_beside(scratch)
+        path.write_bytes(model.SerializeToString())
         del model, placeholders
-        session = make_session(data, name, num_threads, providers_for(compute_device, scratch), configure)
+        session = make_session(path, name, num_threads, providers_for(compute_device, scratch), configure)
     give_back_freed_buffers()  # as much as the weights, which onnxruntime has repacked
     return SegmentSession(session, name, inputs, outputs), num_bytes
 
@@ -160,13 +160,13 @@ def _read_model(files: SegmentFiles, name: str, store: Path) -> tuple[onnx.Model
 
 
 def make_session(
-    model: Path | bytes,
+    path: Path,
     name: str,
     num_threads: int,
     providers: Sequence[Provider],
     configure: Callable[[ort.SessionOptions], None] = lambda options: None,
 ) -> ort.InferenceSession:
-    """Create a session from an ONNX file or its content, without TensorRT if that fails. Raises BadPlan."""
+    """Create a session from an ONNX file, without TensorRT if that fails. Raises BadPlan."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = num_threads
     options.inter_op_num_threads = 1
@@ -177,8 +177,7 @@ def make_session(
 
     def create(wanted: Sequence[Provider]) -> ort.InferenceSession:
         # Without onnxruntime's own fallback, which forgets the options of the other providers.
-        source = model if isinstance(model, bytes) else str(model)
-        return ort.InferenceSession(source, options, providers=list(wanted), enable_fallback=0)
+        return ort.InferenceSession(str(path), options, providers=list(wanted), enable_fallback=0)
 
     nodes_only = without_compilers(providers)
     try:
@@ -197,7 +196,7 @@ def make_session(
     return session
 
 
-def providers_for(compute_device: ComputeDevice, scratch: Path | None) -> list[Provider]:
+def providers_for(compute_device: ComputeDevice, scratch: Path) -> list[Provider]:
     """This build's execution providers for the device, fastest first; each runs the operators that earlier ones cannot.
 
     TensorRT takes minutes to compile a segment on a small board, so its engines are cached in `scratch` while the process
@@ -206,7 +205,7 @@ def providers_for(compute_device: ComputeDevice, scratch: Path | None) -> list[P
     wanted: list[Provider] = [("CPUExecutionProvider", {})]
     if compute_device == "cuda":
         load_cuda()
-        engines = {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(scratch)} if scratch else {}
+        engines = {"trt_engine_cache_enable": True, "trt_engine_cache_path": str(scratch)}
         # Memory is taken as it is needed, as it is planned, and not in powers of two.
         exact = {"use_tf32": "0", "arena_extend_strategy": "kSameAsRequested"}
         wanted = [(_TENSORRT, engines), (_CUDA, exact), *wanted]

@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from hearth.errors import ChunkCorrupt, ChunkMissing, StoreFailed, StoreFull
+from hearth.errors import ChunkCorrupt, ChunkMissing, StoreFull
 from hearth.wire.messages import ArrayChunks
 
 _COPY_BYTES = 1 << 20  # buffer size for joining chunks: large enough that system calls cost little
@@ -17,11 +17,11 @@ _COPY_BYTES = 1 << 20  # buffer size for joining chunks: large enough that syste
 class WeightFiles:
     """Context manager: joined weights are removed at its end. onnxruntime's mappings of them stay valid.
 
-    `scratch` is a folder in the store; None: there is none.
+    `scratch` is a folder in the store.
     """
 
-    def __init__(self, store: Path, scratch: Path | None) -> None:
-        self.store = store
+    def __init__(self, scratch: Path) -> None:
+        self.store = scratch.parent
         self._scratch = scratch
         self._joined: dict[tuple[str, ...], Path] = {}  # by chunks
 
@@ -33,18 +33,13 @@ class WeightFiles:
             path.unlink(missing_ok=True)
 
     def path(self, weight: ArrayChunks, num_bytes: int) -> Path:
-        """The file of a weight, joined once from several chunks.
-
-        Raises ChunkMissing, ChunkCorrupt, StoreFull, and StoreFailed without a scratch folder.
-        """
+        """The file of a weight, joined once from several chunks. Raises ChunkMissing, ChunkCorrupt and StoreFull."""
         paths = [chunk_path(self.store, chunk) for chunk in weight.chunks]
         if sum(path.stat().st_size for path in paths) != num_bytes:
             raise ChunkCorrupt(chunk=f"{weight.chunks[0][:12]} ({weight.name})", where=str(self.store))
         if len(paths) == 1:
             return paths[0]
         if weight.chunks not in self._joined:
-            if self._scratch is None:
-                raise StoreFailed(device=str(self.store), reason="there is no folder to join a weight's chunks in")
             self._joined[weight.chunks] = self._scratch / f"{secrets.token_hex(8)}.weight"
             self._join(paths, self._joined[weight.chunks], num_bytes)
         return self._joined[weight.chunks]
