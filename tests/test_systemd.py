@@ -19,6 +19,7 @@ import pytest
 from agent.daemon.config import PREFIX as AGENT_PREFIX
 from agent.daemon.config import AgentSettings
 from agent.daemon.config import load_agent_settings as load_agent
+from agent.daemon.liveness import MAX_THREADS
 from coordinator.serve.config import ENVIRONMENT_PREFIX as COORDINATOR_PREFIX
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.config import load_coordinator_settings as load_coordinator
@@ -99,6 +100,10 @@ def test_service_may_set_the_scheduling_that_libzmq_asks_for(service: str) -> No
     denied = " ".join(unit(service)["SystemCallFilter"]).replace("@system-service", "")
     assert "@resources" not in denied
     assert unit(service)["RestrictRealtime"] == ["yes"]
+
+
+def test_agent_has_room_for_threads_beside_a_worker_that_starts_too_many() -> None:
+    assert int(unit("hearth-agent")["TasksMax"][0]) >= 2 * MAX_THREADS
 
 
 @pytest.mark.parametrize("service", DAEMONS)

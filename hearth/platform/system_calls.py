@@ -124,7 +124,8 @@ def _rules(pid: int, unix_sockets: bool) -> list[_Rule]:
         for protocol in (0, socket.IPPROTO_TCP)
     ]
     sockets.append((_Argument(0, socket.AF_NETLINK), _Argument(2, 0)))  # the C library asks for addresses
-    sockets += [(_Argument(0, socket.AF_UNIX),)] if unix_sockets else []
+    if unix_sockets:
+        sockets.append((_Argument(0, socket.AF_UNIX),))
     fast_open = {index: [(_Argument(index, _FAST_OPEN, _FAST_OPEN),)] for index in (2, 3)}
     own = (_Argument(0, pid),)
     return [
@@ -136,9 +137,7 @@ def _rules(pid: int, unix_sockets: bool) -> list[_Rule]:
         _Rule((257, 56), [(_Argument(2, os.O_TRUNC, _TRUNC_MASK),)], _REFUSE, _ALLOW),  # openat
         _Rule((437, 437), otherwise=_MISSING),  # openat2: its flags are out of reach, as are those of clone3
         _Rule((41, 198), sockets),  # socket
-        _Rule(
-            (53, 199), [(_Argument(0, socket.AF_UNIX), stream)]
-        ),  # socketpair, whose streams stay connected; for asyncio
+        _Rule((53, 199), [(_Argument(0, socket.AF_UNIX), stream)]),  # socketpair: streams stay connected; for asyncio
         _Rule((56, 220), [(_Argument(0, _CLONE_THREAD, _CLONE_THREAD),)]),  # clone
         _Rule((435, 435), otherwise=_MISSING),  # clone3: the C library then calls clone
         _Rule((62, 129), [own]),  # kill
@@ -152,9 +151,8 @@ def _filter(rules: Sequence[_Rule]) -> bytes:
     """The program of the filter."""
     machine, column = _MACHINES[platform.machine()]
     code = _instruction(_LOAD, _MACHINE_AT) + _instruction(_IF_EQUAL, machine, 1, 0) + _instruction(_RETURN, _REFUSE)
-    code += (
-        _instruction(_LOAD, _NUMBER_AT) + _instruction(_IF_AT_LEAST, _FOREIGN, 0, 1) + _instruction(_RETURN, _REFUSE)
-    )
+    code += _instruction(_LOAD, _NUMBER_AT)
+    code += _instruction(_IF_AT_LEAST, _FOREIGN, 0, 1) + _instruction(_RETURN, _REFUSE)
     for rule in rules:
         if (number := rule.numbers[column]) >= 0:
             code += rule.code(number)

@@ -58,7 +58,8 @@ def targets(tmp_path: Path) -> Iterator[dict[str, object]]:
     chunk.write_text("weights of another model")
     key.write_text("secret")
     column = system_calls._MACHINES.get(platform.machine(), (0, 0))[1]
-    numbers = [each[column] for name, each in system_calls._REFUSED.items() if name not in STARTS_PROCESSES]
+    refused = system_calls._REFUSED.items()
+    numbers = [each[column] for name, each in refused if name not in STARTS_PROCESSES and each[column] >= 0]
     with ExitStack() as stack:
         victim = stack.enter_context(subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE))
         stack.callback(victim.kill)
@@ -91,6 +92,8 @@ def test_table_of_the_protocol_has_every_attempt() -> None:
 async def test_worker_may_do_what_the_protocol_says(
     spare_worker: str, compute_device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, targets: dict[str, object]
 ) -> None:
+    if "calls" not in (supported := confinement()):
+        pytest.skip("this system has no filter of system calls, and a worker that starts a program reports nothing")
     hook = tmp_path / "hook"
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(
@@ -110,7 +113,6 @@ async def test_worker_may_do_what_the_protocol_says(
         finally:
             await worker.stop()
             await spawner.close()
-    supported = confinement()
     expected = {
         attempt: {"only on a GPU": "yes" if compute_device == "cuda" else "no"}.get(row.may, row.may)
         for attempt, row in documented().items()
