@@ -35,9 +35,8 @@ from hearth.wire import messages as wire
 _HEAVY = 2  # times the sequences of another caller make one heavy
 _HEAVY_SHARE = 0.25  # of the time of lighter callers, for the heavy ones
 _HEAVY_CHUNK_ROWS = 64  # of their prompts in one step: enough for matrix products to be efficient
-_EXPECTED_SECONDS = (
-    1.0  # for which a caller counts that has no sequence any more: an app asks again soon, or not at all
-)
+# For which a caller counts that has no sequence any more: an app asks again soon, or not at all.
+_EXPECTED_SECONDS = 1.0
 
 
 class _Order(NamedTuple):
@@ -182,9 +181,10 @@ class Scheduler:
         rows = rows or self._next_rows(frozenset())
         if not (rows or self._freed or self._dropped):
             return None
-        callers = [self._by_cache[each.sequence].request.caller for each in rows for _ in each.token_ids]
-        num_heavy = sum(caller in self._heavy for caller in callers)
-        self._in_flight.append(_Order(len(callers) - num_heavy, num_heavy, bool(self._heavy)))
+        num_rows = sum(len(each.token_ids) for each in rows)
+        of_heavy = (each for each in rows if self._by_cache[each.sequence].request.caller in self._heavy)
+        num_heavy = sum(len(each.token_ids) for each in of_heavy) if self._heavy else 0
+        self._in_flight.append(_Order(num_rows - num_heavy, num_heavy, bool(self._heavy)))
         freed, self._freed = tuple(self._freed), []
         dropped, self._dropped = tuple(self._dropped), []
         published, self._published = [each for each in self._published if self._pool.is_cached(*each)], []
@@ -214,6 +214,8 @@ class Scheduler:
         expected = self._seconds - _EXPECTED_SECONDS
         self._seen = {caller: (at, count) for caller, (at, count) in self._seen.items() if at >= expected}
         self._seen |= {caller: (self._seconds, count) for caller, count in present.items()}
+        if len(self._seen) < 2:
+            return frozenset()
         least = min((count for _, count in self._seen.values()), default=0)
         return frozenset(caller for caller, (_, count) in self._seen.items() if count > _HEAVY * least)
 
@@ -276,8 +278,10 @@ class Scheduler:
 
     def _next_waiting(self) -> SequenceState | None:
         """The sequence that is admitted next: the first one of the caller with the fewest running ones."""
+        if not self._waiting:
+            return None
         num_running = self._num_running_of_callers()
-        return min(self._waiting, key=lambda each: num_running[each.request.caller], default=None)
+        return min(self._waiting, key=lambda each: num_running[each.request.caller])
 
     def _victim(self) -> SequenceState | None:
         """The running sequence to preempt: the newest of the caller with the most, but none of the order in preparation."""
@@ -408,9 +412,9 @@ class Scheduler:
         """The next rows of the group that decodes next: the sequences that have waited longest."""
         num_decoding = sum(sequence.prefilled for sequence in self._running.values())
         group = sorted(sequences, key=lambda each: each.last_order)[: -(-num_decoding // self._num_groups)]
-        num_running = self._num_running_of_callers()
-        # The last to be preempted first: one whose rows are in the order stays.
-        group.sort(key=lambda each: (num_running[each.request.caller], each.cache))
+        if len(group) > 1:  # the last to be preempted first: one whose rows are in the order stays
+            num_running = self._num_running_of_callers()
+            group.sort(key=lambda each: (num_running[each.request.caller], each.cache))
         rows = []
         for sequence, drafts in zip(group, self._drafts(group), strict=True):
             if sequence.cache and (blocks := self._grow(sequence, 1 + len(drafts))) is not None:
