@@ -13,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.models.file_kinds import read_json_file, why_wrong_kind
+from coordinator.models.limits import MAX_GRAPH_BYTES
 from coordinator.plan.graph.cluster import ClusterDevice, FloatTable, GraphCluster, cluster_from_links
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from hearth.errors import BadGraph, BadSetting
@@ -186,7 +187,9 @@ def _bad_cluster(path: Path, reason: str) -> BadSetting:
 def read_instance(path: str | Path, congestion: bool = True) -> PlacementProblem:
     """Read a placement problem in the Moirai authors' JSON format; times and memory keep its units. Raises BadGraph."""
     path = Path(path)
-    data = read_json_file(path, lambda reason: BadGraph(path=str(path), reason=f"it {reason}"))
+    data = read_json_file(
+        path, lambda reason: BadGraph(path=str(path), reason=f"it {reason}"), path.parent, MAX_GRAPH_BYTES
+    )
     try:
         return _instance(data, congestion)
     except (KeyError, IndexError, TypeError, ValueError) as error:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from coordinator.models.limits import MAX_TEXT_BYTES
+from coordinator.models.model_files import read_model_file
 from hearth.errors import HearthError
 
 FileKind = Literal["plan", "problem", "graph", "graph profile", "transformer profile", "cluster"]
@@ -22,14 +24,22 @@ _KINDS: Mapping[FileKind, tuple[str, set[str]]] = {
 }
 
 
-def read_json_file(path: Path, bad: Callable[[str], HearthError]) -> Any:
-    """The decoded JSON of a file. Raises `bad(reason)`, with the reason `cannot be read (...)` or `is not JSON (...)`."""
+def read_json_file(
+    path: Path, bad: Callable[[str], HearthError], of_model: Path | None = None, max_bytes: int = MAX_TEXT_BYTES
+) -> Any:
+    """The decoded JSON of a file. Raises `bad(reason)`, with the reason `cannot be read (...)` or `is not JSON (...)`.
+
+    A file of the model in the folder `of_model` is read as `read_model_file` does, up to `max_bytes`.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        data = path.read_bytes() if of_model is None else read_model_file(path, of_model, max_bytes)
+        return json.loads(data.decode())
     except OSError as error:
         raise bad(f"cannot be read ({error.strerror or error})") from None
     except ValueError as error:
         raise bad(f"is not JSON ({error})") from None
+    except RecursionError:
+        raise bad("is nested too deeply") from None
 
 
 def file_kind(content: Any) -> FileKind | None:

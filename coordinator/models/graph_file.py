@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, Field, ValidationError
 
 from coordinator.models.file_kinds import file_kind, read_json_file, why_wrong_kind
+from coordinator.models.limits import MAX_GRAPH_BYTES, MAX_JSON_OPERATORS
 from hearth.errors import BadModelFile, BadSetting
 from hearth.plan.graph import CutOperator
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
@@ -26,8 +27,6 @@ if TYPE_CHECKING:
     from coordinator.models.onnx.reader import OnnxModel
 
 ModelFileKind = Literal["transformer", "onnx", "graph", "instance"]
-
-_MAX_OPERATORS = 100_000  # larger graphs are refused: networks have a few thousand, and planning time grows with them
 
 
 class _Node(BaseModel):
@@ -42,7 +41,7 @@ class _Node(BaseModel):
 
 class _Graph(BaseModel):
     name: str
-    nodes: tuple[_Node, ...] = Field(min_length=1, max_length=_MAX_OPERATORS)
+    nodes: tuple[_Node, ...] = Field(min_length=1, max_length=MAX_JSON_OPERATORS)
     edges: tuple[tuple[int, int], ...]
 
 
@@ -53,7 +52,7 @@ def read_graph_json(path: Path) -> GraphSpec:
         return BadModelFile(path=str(path), reason=reason)
 
     try:
-        graph = _Graph.model_validate(read_json_file(path, lambda reason: bad(f"it {reason}")))
+        graph = _Graph.model_validate(_read_json(path))
     except ValidationError as error:
         raise bad(first_error(error)) from None
     for index, node in enumerate(graph.nodes):
@@ -107,6 +106,13 @@ class GraphFile:
                 raise BadModelFile(path=str(self.path), reason=reason)
 
 
+def _read_json(path: Path) -> Any:
+    """The content of a graph or a placement problem. Raises BadModelFile."""
+    return read_json_file(
+        path, lambda reason: BadModelFile(path=str(path), reason=f"it {reason}"), path.parent, MAX_GRAPH_BYTES
+    )
+
+
 def model_file_kind(path: Path) -> ModelFileKind:
     """The kind of a MODEL argument on the command line. Raises BadModelFile for a .json that cannot be read."""
     suffix = path.suffix.lower()
@@ -114,7 +120,7 @@ def model_file_kind(path: Path) -> ModelFileKind:
         return "transformer"
     if suffix == ".onnx":
         return "onnx"
-    content = read_json_file(path, lambda reason: BadModelFile(path=str(path), reason=f"it {reason}"))
+    content = _read_json(path)
     if file_kind(content) == "problem":
         return "instance"
     if reason := why_wrong_kind(content, "graph"):

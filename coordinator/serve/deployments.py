@@ -10,9 +10,10 @@ from pathlib import Path, PurePath
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
 from coordinator.plan.methods import REGISTRY
-from coordinator.serve.goal import TransformerModel, open_model
+from coordinator.serve.goal import TransformerModel
 from coordinator.serve.kinds.kind import SharedServices
 from coordinator.serve.model.controller import Controller
+from coordinator.serve.opening import open_checked
 from coordinator.serve.state import Goal, SavedDeployment
 from hearth.errors import BadPlan, BadSetting, HearthError, NotServing, UnknownModel
 from hearth.plan.plan import Plan
@@ -74,7 +75,7 @@ class Deployments:
         same = next((each for each in saved if saved[each].goal.serves_the_same(goal)), None)
         last = saved[same].plan if same is not None and plan is None else None
         name = same or (checked_name(name) if name else default_name(goal, ()))
-        self._create(name, SavedDeployment(goal=goal, plan=plan), await _opened(goal), _deployed(last))
+        self._create(name, SavedDeployment(goal=goal, plan=plan), await self._opened(goal), _deployed(last))
         state.put_first(name)
         for other in known.keys() - {name}:
             if not known[other].added:
@@ -87,7 +88,7 @@ class Deployments:
         """Create a saved deployment. One whose model cannot be read stays saved; returns why, then."""
         goal = self._supported_goal(name, saved)
         try:
-            model = await _opened(goal)
+            model = await self._opened(goal)
         except HearthError as error:
             self._services.report(f"{name} is not served now, but stays saved: {error}")
             return error
@@ -124,7 +125,7 @@ class Deployments:
             if len(self.controllers) >= MAX_DEPLOYMENTS:
                 raise BadSetting(setting="MODEL", reason=f"{MAX_DEPLOYMENTS} models are served already")
             saved = SavedDeployment(goal=goal, plan=plan, added=True)
-            controller = self._create(name, saved, await _opened(goal))
+            controller = self._create(name, saved, await self._opened(goal))
             self._added.add(name)
             if self._runs:
                 self._start(name, controller)
@@ -218,6 +219,10 @@ class Deployments:
         for controller in list(self.controllers.values()):
             controller.device_changed(device)
 
+    async def _opened(self, goal: Goal) -> TransformerModel | GraphFile:
+        """The model of a goal. Raises as `open_checked` does, and DiskHung."""
+        return await on_disk(Path(goal.path), _OPEN_SECONDS, open_checked, goal, self._services.settings.state_dir)
+
     def _create(
         self, name: str, saved: SavedDeployment, model: TransformerModel | GraphFile, running: Plan | None = None
     ) -> Controller:
@@ -267,11 +272,6 @@ def default_name(goal: Goal, taken: Collection[str]) -> str:
     plain = re.sub(r"[^A-Za-z0-9_.+-]", "-", model).lstrip("_.+-")[:56] or "model"
     names = [plain, *(f"{plain}-{number}" for number in range(2, MAX_DEPLOYMENTS + 2))]
     return next(name for name in names if name not in taken)
-
-
-async def _opened(goal: Goal) -> TransformerModel | GraphFile:
-    """The model of a goal. Raises as `open_model` does, and DiskHung."""
-    return await on_disk(Path(goal.path), _OPEN_SECONDS, open_model, goal)
 
 
 def _deployed(plan: Plan | None) -> Plan | None:

@@ -237,7 +237,9 @@ class RequestServer(ABC):
             await self._send(request, Failed.of(error), is_last=True)
         except HearthError as error:
             await self._send(request, Failed.of(error), is_last=True)
-        except Exception as error:
+        except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # also a panic of a library in Rust, which is no Exception
             log.exception("%s failed", kind.__name__)
             failure = InternalError(where="the other end", reason=f"{type(error).__name__}: {error}")
             await self._send(request, Failed.of(failure), is_last=True)

@@ -36,6 +36,7 @@ import coordinator.serve.deployments
 import coordinator.serve.kinds.transformer
 import coordinator.serve.roles
 import coordinator.serve.service
+import coordinator.serve.standby.replica
 import coordinator.serve.standby.standby
 import coordinator.serve.state
 import hearth.wire.intake
@@ -289,7 +290,8 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (secrets, "randbits", tokens.getrandbits),
         *((module, "write_atomically", disk.write_atomically) for module in _users_of("write_atomically")),
         *((module, "derive_keypair", _derived) for module in _users_of("derive_keypair")),
-        (coordinator.serve.deployments, "open_model", model.open_transformer),
+        (coordinator.serve.deployments, "open_checked", model.open_transformer),
+        (coordinator.serve.standby.replica, "check_model", lambda goal, state_dir: None),
         (transformer, "block_cluster", model.block_cluster),
         (transformer, "solve_transformer", model.solve_transformer),
         (transformer, "plans_or_errors", model.plans_or_errors),

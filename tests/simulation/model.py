@@ -114,8 +114,8 @@ def expected_answer(prompt: Sequence[int], sampling: Sampling, num_tokens: int) 
 # ---- plans --------------------------------------------------------------------------------------------------------------
 
 
-def open_transformer(goal: TransformerGoal) -> TransformerModel:
-    """Stands for `coordinator.serve.goal.open_model`; the goal's path names the kind of model."""
+def open_transformer(goal: TransformerGoal, state_dir: Path) -> TransformerModel:
+    """Stands for `coordinator.serve.opening.open_checked`; the goal's path names the kind of model."""
     causal = Path(goal.model_dir).name == "decoder"
     return TransformerModel(Path(goal.model_dir), spec(causal), CONTEXT, None, _GENERATION if causal else None)
 

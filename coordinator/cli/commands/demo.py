@@ -11,7 +11,6 @@ import typer
 from coordinator.cli.options import AsJsonOption
 from coordinator.cli.output import err, out, print_json
 from coordinator.cli.render.tables import device_table, link_table, plan_tables
-from coordinator.models.checkpoint.families import read_spec
 from hearth.platform.units import format_bytes, format_seconds
 
 MAX_DIFFERENCE = 1e-5  # between embeddings: above the float32 rounding of another summation order, below any real error
@@ -25,8 +24,12 @@ def demo(
 ) -> None:
     """Run agents and a coordinator on this machine, which match smart-home sentences to commands (strategy hmp)."""
     from coordinator.cli.demo_run import run_demo
+    from coordinator.serve.opening import check_model
+    from coordinator.serve.state import TransformerGoal
 
-    read_spec(model)  # raises for a missing or broken model before anything is started
+    check_model(
+        TransformerGoal(model_dir=str(model))
+    )  # raises for a missing or broken model before anything is started
     began = time.monotonic()
 
     def report(line: str) -> None:

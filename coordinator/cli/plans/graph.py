@@ -32,6 +32,7 @@ from coordinator.plan.stores import lacking
 from coordinator.serve.goal import allowed_devices, graph_request
 from coordinator.serve.kinds.graph import MAX_RECOVERY_SECONDS
 from coordinator.serve.kinds.tiled_graphs import check_can_tile, tiled_for
+from coordinator.serve.opening import check_model
 from coordinator.serve.planners.process import plans_or_errors, solve_graph
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadSetting, HearthError
@@ -153,6 +154,7 @@ class GraphPlanning:
         self.goal = goal
         self._learn_seconds = learn_seconds
         self._policies_dir = policies_dir
+        check_model(goal)
         self.graph = read_graph_file(Path(goal.model_file), goal.dims)
         check_can_tile(self.graph, goal.tiles)
         self._uncut: tuple[GraphFile, GraphCluster] | None = None  # the graph before it was cut, if it was

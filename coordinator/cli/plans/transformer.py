@@ -34,6 +34,7 @@ from coordinator.plan.transformer.explain import (
 from coordinator.plan.transformer.request import PlanRequest, on_subset, stored_chunks, with_stored
 from coordinator.serve.goal import open_transformer, plan_request
 from coordinator.serve.kinds.generation import max_context_tokens
+from coordinator.serve.opening import check_model
 from coordinator.serve.state import TransformerGoal
 from coordinator.serve.text.sentences import pack_sequences
 from hearth.errors import HearthError, StepFailed
@@ -125,6 +126,7 @@ class TransformerPlanning:
 
     def __init__(self, goal: TransformerGoal) -> None:
         self.goal = goal
+        check_model(goal)
         self.model = open_transformer(goal)
         self._workload = block_workload(self.model.spec, self.model.seq_len, goal.deterministic)
         self._kernels: dict[str, tuple[KernelChoice, ...]] = {}  # by device id; of devices that were profiled

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from coordinator.models.limits import MAX_AXES, MAX_HEADER_BYTES
+from coordinator.models.model_files import open_model_file, read_model_file
 from hearth.errors import BadCheckpoint
 
-_MAX_HEADER_BYTES = 100 << 20  # the format's own limit
 # Mapped pages that may stay resident: the tensors of a layer, from which many chunks are cut one after the other, but not
 # the whole checkpoint, which can be larger than memory.
 _MAX_RESIDENT_BYTES = 64 << 20
@@ -49,7 +50,7 @@ class _MappedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            with path.open("rb") as file:
+            with open_model_file(path) as file:
                 self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise BadCheckpoint(path=str(path), reason="there is no such file") from None
@@ -64,7 +65,7 @@ class _MappedFile:
     def read(self, start: int, into: np.ndarray[Any, Any]) -> None:
         """Fill a contiguous array. Raises BadCheckpoint."""
         try:
-            with self.path.open("rb") as file:  # a separate handle: several threads read at different positions
+            with open_model_file(self.path) as file:  # a separate handle: several threads read at different positions
                 file.seek(start)
                 if file.readinto(into.data) < into.nbytes:
                     raise self._bad("it was cut short while it was read")
@@ -76,8 +77,10 @@ class _MappedFile:
         if len(data) < 8:
             raise self._bad("it is too short for a header")
         header_bytes = int.from_bytes(data[:8], "little")
-        if header_bytes > min(len(data) - 8, _MAX_HEADER_BYTES):
+        if header_bytes > len(data) - 8:
             raise self._bad("it was cut short, or is not a safetensors file")
+        if header_bytes > MAX_HEADER_BYTES:
+            raise self._bad(f"its header has {header_bytes} bytes, and at most {MAX_HEADER_BYTES} are read")
         try:
             header = json.loads(data[8 : 8 + header_bytes])
             entries = {str(name): entry for name, entry in header.items() if name != "__metadata__"}
@@ -96,8 +99,12 @@ class _MappedFile:
     def _tensor(self, name: str, entry: dict[str, Any], data_start: int) -> _Tensor:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         start, stop = entry["data_offsets"]
-        if dtype not in _ITEM_BYTES or not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop)):
-            raise self._bad(f"the tensor {name} has the dtype {dtype} and the shape {shape}")
+        if (
+            dtype not in _ITEM_BYTES
+            or len(shape) > MAX_AXES
+            or not all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
+        ):
+            raise self._bad(f"the tensor {name} has the dtype {dtype} and the shape {shape[:MAX_AXES]}")
         if stop - start != math.prod(shape) * _ITEM_BYTES[dtype]:
             raise self._bad(f"the tensor {name} has {stop - start} bytes for the shape {shape} of {dtype}")
         return _Tensor(self, dtype, shape, data_start + start, data_start + stop)
@@ -109,7 +116,7 @@ class _MappedFile:
             self.map.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def _unreadable(self, error: Exception) -> BadCheckpoint:
-        return self._bad(f"it cannot be read ({error})")
+        return self._bad(f"it cannot be read ({getattr(error, 'strerror', None) or error})")
 
     def _bad(self, reason: str) -> BadCheckpoint:
         return BadCheckpoint(path=str(self.path), reason=reason)
@@ -241,12 +248,12 @@ def _files_of(model_dir: Path) -> dict[Path, set[str]]:
         what = f"it holds {others[0]}, but no safetensors file" if others else "it holds no model.safetensors"
         raise BadCheckpoint(path=str(model_dir), reason=f"{what} (other formats can run code when read)")
     try:
-        weight_map = json.loads(index.read_text())["weight_map"]
+        weight_map = json.loads(read_model_file(index))["weight_map"]
         files: dict[Path, set[str]] = {}
         for tensor, name in weight_map.items():
             if Path(name).name != name:
                 raise BadCheckpoint(path=str(index), reason=f"it names a file outside its directory: {name}")
             files.setdefault(model_dir / name, set()).add(tensor)
         return files
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise BadCheckpoint(path=str(index), reason="the index cannot be read") from None

@@ -374,9 +374,10 @@ def _source(entry: str | TensorSource) -> TensorSource:
     return TensorSource(entry) if isinstance(entry, str) else entry
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file. Raises BadCheckpoint."""
-    value = read_json_file(path, lambda reason: BadCheckpoint(path=str(path), reason=f"it {reason}"))
+def read_json_object(path: Path, model_dir: Path | None = None) -> dict[str, Any]:
+    """Read a JSON object from a file of a model, in `model_dir` or a folder below it. Raises BadCheckpoint."""
+    folder = model_dir or path.parent
+    value = read_json_file(path, lambda reason: BadCheckpoint(path=str(path), reason=f"it {reason}"), folder)
     if not isinstance(value, dict):
         raise BadCheckpoint(path=str(path), reason="it does not hold a JSON object")
     return value
@@ -392,7 +393,7 @@ def read_pooling(model_dir: Path) -> Literal["mean"]:
     """`mean`, if the model asks for it or has no pooling configuration. Raises UnsupportedArchitecture otherwise."""
     path = model_dir / "1_Pooling" / "config.json"
     if path.exists():
-        config = read_json_object(path)
+        config = read_json_object(path, model_dir)
         other = [key for key, on in config.items() if key.startswith("pooling_mode_") and on is True]
         if other != ["pooling_mode_mean_tokens"]:
             raise UnsupportedArchitecture(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
@@ -20,7 +20,10 @@ import numpy as np
 from google.protobuf.message import DecodeError, Message
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
+from coordinator.models.limits import MAX_AXES, MAX_PROTO_BYTES
+from coordinator.models.model_files import open_model_file
 from coordinator.models.onnx.nodes import bodies
+from coordinator.models.onnx.size import check_size
 from hearth.errors import BadModelFile
 
 # Larger weights stay in the file and are sent to devices as separate chunks; smaller ones are sent within the segment. Large
@@ -72,11 +75,14 @@ class OnnxFile:
         data = memoryview(self._map(path))
         try:
             slim = _without_large_tensors("model", data, 0, len(data))
+            if len(slim) > MAX_PROTO_BYTES:
+                raise self.error(f"it has more than {MAX_PROTO_BYTES >> 20} MiB without its large weights")
             self.proto = ModelProto.FromString(slim)
         except (DecodeError, RecursionError, _CorruptMessage):
             raise self.error("it is not an ONNX model, or was cut short") from None
         if not self.proto.HasField("graph") or not self.proto.opset_import:
             raise self.error("it is not an ONNX model: it has no graph or names no operator set")
+        check_size(self.proto, self.error)
         if not _has_valid_strings(self.proto):
             raise self.error("it has names that are not valid UTF-8")
         for tensor in tensors_of(self.proto):
@@ -115,7 +121,9 @@ class OnnxFile:
         sha256 = hashlib.sha256()
         for path in self.paths():
             sha256.update(len(self._map(path)).to_bytes(8, "little"))
-            with path.open("rb") as file:  # not through the mapping, whose pages would stay resident
+            with open_model_file(
+                path, self.path.parent
+            ) as file:  # not through the mapping, whose pages would stay resident
                 while block := file.read(_HASH_BLOCK_BYTES):
                     sha256.update(block)
         return sha256.hexdigest()
@@ -123,20 +131,20 @@ class OnnxFile:
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
             try:
-                with path.open("rb") as file:
+                with open_model_file(path, self.path.parent) as file:
                     self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except FileNotFoundError:
                 missing = "there is no such file" if path == self.path else f"its weights in {path.name} are missing"
                 raise self.error(missing) from None
             except (OSError, ValueError) as error:
                 where = "it" if path == self.path else path.name
-                raise self.error(f"{where} cannot be read ({error})") from None
+                raise self.error(f"{where} cannot be read ({getattr(error, 'strerror', None) or error})") from None
         return self._maps[path]
 
     def _check(self, tensor: TensorProto) -> None:
         """Check that the tensor's data exists and has the size that its shape implies. Inline a small one."""
         reference = _reference(tensor)
-        if tensor.data_type not in helper.get_all_tensor_dtypes() or any(size < 0 for size in tensor.dims):
+        if tensor.data_type not in helper.get_all_tensor_dtypes() or not _is_shape(tensor.dims):
             raise self.error(f"the weight {tensor.name} has no valid type and shape")
         if tensor.data_type == TensorProto.STRING:
             if reference is not None:
@@ -206,6 +214,10 @@ def _has_valid_strings(message: Message) -> bool:
         if field.type == field.TYPE_MESSAGE and not all(map(_has_valid_strings, contents)):
             return False
     return True
+
+
+def _is_shape(dims: Sequence[int]) -> bool:
+    return len(dims) <= MAX_AXES and all(size >= 0 for size in dims)
 
 
 def _reference(tensor: TensorProto) -> dict[str, str] | None:

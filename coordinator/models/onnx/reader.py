@@ -15,6 +15,7 @@ from pathlib import Path
 
 from onnx import ModelProto, NodeProto, OperatorSetIdProto, TensorProto, helper, inliner
 
+from coordinator.models.limits import MAX_AXES
 from coordinator.models.onnx.contrib import TensorType
 from coordinator.models.onnx.file import INLINE_BYTES, OnnxFile, dtype_name, num_bytes_of
 from coordinator.models.onnx.nodes import all_names, bodies, hoist_weights, rename_uses, unique_name, used_tensors
@@ -24,8 +25,6 @@ from hearth.plan.graph import CutOperator
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter, Tensor
 
 _STANDARD_DOMAINS = ("", "ai.onnx")
-# A larger graph is refused before any work is done on it: networks have a few thousand operators.
-_MAX_OPERATORS = 100_000
 
 
 @dataclass(frozen=True)
@@ -62,8 +61,6 @@ def read_onnx(path: str | Path, dims: Mapping[str, int] | None = None) -> OnnxMo
     file, dims = OnnxFile(Path(path)), dict(dims or {})
     model = _inlined(file)
     graph = model.graph
-    if len(graph.node) > _MAX_OPERATORS:
-        raise file.error(f"it has {len(graph.node)} operators; up to {_MAX_OPERATORS} can be placed")
     if graph.sparse_initializer:
         raise file.error("it has sparse weights, which are not supported")
     _normalise_domains(graph.node)
@@ -131,6 +128,8 @@ def _input_types(
             raise file.error(f"its input {info.name} is not a tensor of numbers")
         if not kind.HasField("shape"):
             raise file.error(f"it does not say how many axes its input {info.name} has")
+        if len(kind.shape.dim) > MAX_AXES:
+            raise file.error(f"its input {info.name} has more than {MAX_AXES} axes")
         shape = []
         for axis, dim in enumerate(kind.shape.dim):
             if dim.HasField("dim_value") and dim.dim_value >= 0:

@@ -18,6 +18,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, defs
 from onnx.reference import ReferenceEvaluator
 from onnx.shape_inference import InferenceError, infer_shapes
 
+from coordinator.models.limits import MAX_AXES, MAX_TENSOR_BYTES
 from coordinator.models.onnx import contrib
 from coordinator.models.onnx.contrib import TensorType
 from coordinator.models.onnx.file import INLINE_BYTES, OnnxFile, num_bytes_of
@@ -228,6 +229,10 @@ class _Resolver:
             output_types, flops = self._infer(node, types, values)
         except (IndexError, KeyError, TypeError, ValueError):
             raise self._file.error(f"{_describe(node)} is not complete, or does not fit its inputs") from None
+        for each in output_types.values():
+            if len(each.shape) > MAX_AXES or num_bytes_of(*each) > MAX_TENSOR_BYTES:
+                limits = f"{MAX_AXES} axes or {MAX_TENSOR_BYTES >> 40} TiB"
+                raise self._file.error(f"{_describe(node)} makes a tensor of more than {limits}")
         types.update(output_types)
         for tensor in self._evaluate(node, output_types, types, values):
             values[tensor.name] = tensor

@@ -84,6 +84,8 @@ class TransformerKind:
             tokenizer = self.model.tokenizer
             assert not isinstance(tokenizer, SentenceTokenizer)
             self._text_model = TextModel(self.model.spec, tokenizer, self.model.defaults)
+            if tokenizer is not None and tokenizer.template is not None:
+                tokenizer.template.prepare()
         self._kernels: dict[str, tuple[KernelChoice, ...]] = {}  # by device id; of devices that were profiled
         self._threads = TextThreads()
         # Attention rounds differently for one row and for several, such as those of guessed tokens.

@@ -11,16 +11,20 @@ import json
 import os
 import sys
 import time
+from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 
 from hearth.errors import HearthError
+from hearth.platform.process_limits import confine_reader
 
 # "instance" is a placement problem in the file that a `GraphGoal` names.
 PlanKind = Literal["transformer", "graph", "instance"]
 STRATEGY_PREFIX = "planning: "  # prefix of a strategy's name on stderr
+_MIN_MEMORY_BYTES = 1 << 30  # more than its libraries take
 _BACKGROUND_NICENESS = 10  # of 19: plans made ahead get about a tenth of a processor that others want, too
 
 
@@ -48,7 +52,19 @@ def main(stdin_bytes: bytes) -> None:
     task = json.loads(stdin_bytes)
     if task["in_background"]:
         os.nice(_BACKGROUND_NICENESS)
+    _confine(task["requests"])
     json.dump([_answer(task["kind"], request) for request in task["requests"]], sys.stdout)
+
+
+def _confine(requests: list[dict[str, Any]]) -> None:
+    """Leave this process the files that its requests name, and half of this computer's memory."""
+    policies = [Path(each["policies_dir"]) for each in requests if each.get("policies_dir")]
+    for folder in policies:
+        with suppress(OSError):  # the plan notes that nothing can be kept
+            folder.mkdir(parents=True, exist_ok=True)
+    instances = [Path(each["model_file"]).parent for each in requests if "model_file" in each]
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    confine_reader(instances, policies, max(_MIN_MEMORY_BYTES, memory_bytes // 2))
 
 
 def _answer(kind: PlanKind, request: Any) -> Any:

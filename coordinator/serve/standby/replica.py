@@ -12,18 +12,22 @@ import logging
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.sharding import manifest_path
+from coordinator.models.model_files import open_model_file
 from coordinator.plan.graph.request import POLICIES_FOLDER
 from coordinator.serve.kinds.measurements import FOLDER as LEARNT
+from coordinator.serve.opening import check_model
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment, SavedState, TransformerGoal
 from hearth.errors import HearthError
 from hearth.files import write_atomically
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import Plan, is_transformer_plan
+from hearth.platform.disk import DaemonThreads
 from hearth.wire.messages import ReplicaPart
 from hearth.wire.messages.client import is_replica_path
 
@@ -58,7 +62,7 @@ class ReplicaFile:
     def _read(self, offset: int, size: int) -> bytes:
         if self.source is None:
             return self.data[offset : offset + size]
-        with self.source.open("rb") as file:
+        with open_model_file(self.source, hidden=True) as file:
             file.seek(offset)
             return file.read(size)
 
@@ -118,7 +122,7 @@ def _content(path: str, data: bytes) -> ReplicaFile:
 
 def _header_bytes(path: Path) -> int:
     """The size of a safetensors file's header: its length, 8 bytes little-endian, then JSON."""
-    with path.open("rb") as file:
+    with open_model_file(path, hidden=True) as file:
         return 8 + int.from_bytes(file.read(8), "little")
 
 
@@ -202,12 +206,18 @@ class Replica:
         if part.path == _STATE:  # kept under this coordinator's own name and holder
             self.state = self._localised(SavedState.model_validate_json(growing.read_bytes()))
             growing.unlink()
+            DaemonThreads().submit(self._check_models, self.state)  # so that taking over does not wait for it
         elif target.name in ("apps.json", "devices.json"):
             write_atomically(target, growing.read_bytes(), private=True, durable=True)
             write_atomically(target.with_name(f"{target.name}.bak"), growing.read_bytes(), private=True, durable=True)
             growing.unlink()
         else:
             growing.replace(target)
+
+    def _check_models(self, state: SavedState) -> None:
+        for deployment in state.deployments.values():
+            with suppress(HearthError):  # which whoever opens it will get, too
+                check_model(deployment.goal, self._state_dir)
 
     def _localised(self, state: SavedState) -> SavedState:
         """The state with the paths of this computer: the model itself where there is one, else the copy."""

@@ -16,17 +16,18 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from coordinator.models.checkpoint.families import read_json_object
+from coordinator.models.model_files import read_model_file
 from coordinator.serve.text.answer_reader import REASONING, AnswerReader, answer_form, num_uncertain
 from coordinator.serve.text.response_template import ResponseTemplate, read_response_template
-from coordinator.serve.text.sentences import open_tokenizer
+from coordinator.serve.text.sentences import no_panic, open_tokenizer
 from coordinator.serve.text.template_reader import TemplateReader
+from coordinator.serve.text.templates import ChatTemplate, TemplateFailed
 from hearth.errors import BadCheckpoint, BadRequest
 from hearth.grammars import Vocabulary
 from hearth.validation import first_error
 from hearth.wire.messages import ChatMessage, Sampling, SamplingChoice, ToolCall
 
 if TYPE_CHECKING:
-    import jinja2
     from tokenizers import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -51,12 +52,13 @@ class TextTokenizer:
         self, directory: Path, now: Callable[[], datetime] = datetime.now, special_contents: bool = False
     ) -> None:
         self._tokenizer = open_tokenizer(directory)
-        self._now, self._special_contents = now, special_contents
+        self._directory, self._special_contents = directory, special_contents
         config_path = directory / "tokenizer_config.json"
         config = read_json_object(config_path) if config_path.exists() else {}
         self._special = {name: text for name, value in config.items() if (text := _special_token(name, value))}
-        self._template = _chat_template(directory, config)
-        self.form = answer_form(self._template)
+        source = _chat_template(directory, config)
+        self.template = ChatTemplate(source, now) if source is not None else None
+        self.form = answer_form(source)
         self._response = _response_template(config_path, config.get("response_template"))
         self._dropped = {
             token_id
@@ -68,7 +70,8 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds (usually a beginning-of-text token)."""
-        return list(self._tokenizer.encode(text).ids)
+        with no_panic(self._directory):
+            return list(self._tokenizer.encode(text).ids)
 
     def encode_chat(
         self,
@@ -81,7 +84,7 @@ class TextTokenizer:
         `tools` are JSON objects, `options` further variables of the template. The only special tokens are those that the
         template writes; in a content, a tool or an option they are text, other than in `transformers`.
         """
-        if self._template is None:
+        if self.template is None:
             raise BadRequest(
                 reason="the model has no chat template (chat_template.jinja, or chat_template in "
                 "tokenizer_config.json); send a prompt instead of messages"
@@ -93,20 +96,22 @@ class TextTokenizer:
         }
         try:
             text = self._rendered(self._contents.hide(given))
-        except Exception as error:  # a template is third-party code and may raise anything
+        except (TemplateFailed, RecursionError) as error:
             raise BadRequest(reason=f"the model's chat template does not accept these messages ({error})") from None
-        return self._contents.encode(text)
+        with no_panic(self._directory):
+            return self._contents.encode(text)
 
     def _rendered(self, variables: Mapping[str, object]) -> str:
         fixed = {"add_generation_prompt": True, "documents": None}
-        return self._compiled.render({**variables, **self._special, **fixed})
+        assert self.template is not None
+        return self.template.render({**variables, **self._special, **fixed})
 
     @cached_property
     def _contents(self) -> ContentTokens:
         """What contents may not write: special tokens, and others with which the template begins or ends a turn."""
         turns = [{"role": role, "content": "-"} for role in ("user", "assistant", "user")]
         written = ""
-        with suppress(Exception):  # a template that fails here says so when it is used
+        with suppress(TemplateFailed):  # a template that fails here says so when it is used
             written = self._rendered({"messages": turns, "tools": None})
         added = self._tokenizer.get_added_tokens_decoder().values()
         control = {token.content for token in added if token.special or token.content in written} - {*REASONING, ""}
@@ -114,12 +119,14 @@ class TextTokenizer:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, without special tokens."""
-        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        with no_panic(self._directory):
+            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def decode_with_marks(self, token_ids: Sequence[int]) -> str:
         """Text of tokens, without special tokens other than those that mark parts of an answer."""
         shown = [token_id for token_id in token_ids if token_id not in self._dropped]
-        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
+        with no_panic(self._directory):
+            return str(self._tokenizer.decode(shown, skip_special_tokens=False))
 
     def stream(self, prompt_ids: Sequence[int] = (), marks: bool = False) -> TextStream:
         """An incremental decoder. The prompt gives it context, for instance to decide on a space between two words."""
@@ -152,7 +159,8 @@ class TextTokenizer:
         from llguidance import LLTokenizer
 
         try:
-            read = LLTokenizer(self._tokenizer.to_str(), n_vocab=max(num_tokens, self._tokenizer.get_vocab_size()))
+            with no_panic(self._directory):
+                read = LLTokenizer(self._tokenizer.to_str(), n_vocab=max(num_tokens, self._tokenizer.get_vocab_size()))
         except ValueError as error:
             log.warning("answers cannot be constrained: llguidance does not read the tokenizer (%s)", error)
             return None
@@ -161,11 +169,6 @@ class TextTokenizer:
         known = (self._tokenizer.id_to_token(token_id) is not None for token_id in range(num_tokens))
         tokens = [read.decode_bytes([token_id]) if is_known else b"" for token_id, is_known in enumerate(known)]
         return Vocabulary(tokens, special, tuple(stop_ids))
-
-    @cached_property
-    def _compiled(self) -> jinja2.Template:
-        assert self._template is not None
-        return _compile(self._template, self._now)
 
 
 class ContentTokens:
@@ -365,9 +368,10 @@ def _chat_template(directory: Path, config: dict[str, Any]) -> str | None:
     path = directory / "chat_template.jinja"
     try:
         if path.exists():
-            return path.read_text()
+            return read_model_file(path).decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadCheckpoint(path=str(path), reason=f"the chat template cannot be read ({error})") from None
+        reason = getattr(error, "strerror", None) or error
+        raise BadCheckpoint(path=str(path), reason=f"the chat template cannot be read ({reason})") from None
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {each["name"]: each["template"] for each in template if isinstance(each, dict) and len(each) == 2}
@@ -403,33 +407,3 @@ def _template_message(message: ChatMessage) -> dict[str, Any]:
 def _template_call(call: ToolCall) -> dict[str, Any]:
     arguments = _json_object(call.arguments, f"the arguments of the call {call.id}")
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-
-
-def _compile(source: str, now: Callable[[], datetime]) -> jinja2.Template:
-    """Compile in a sandbox, since templates are untrusted, with the functions and filters that published ones use."""
-    import jinja2
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """Accepts `{% generation %}`, which marks assistant text for training, and renders its content unchanged."""
-
-        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    def tojson(value: object, ensure_ascii: bool = False, **options: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)  # jinja2's own filter escapes for HTML
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
-    return environment.from_string(source)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from coordinator.models.model_files import read_model_file
 from hearth.errors import BadCheckpoint, BadRequest, TextTooLong
 from hearth.wire.codec import Array
 
@@ -20,24 +22,39 @@ def open_tokenizer(directory: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     path = directory / "tokenizer.json"
+    with no_panic(path):
+        try:
+            tokenizer = Tokenizer.from_buffer(read_model_file(path))
+        except Exception as error:  # the library raises plain Exception
+            reason = getattr(error, "strerror", None) or error
+            raise BadCheckpoint(path=str(path), reason=f"the tokenizer cannot be read ({reason})") from None
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
+
+
+@contextmanager
+def no_panic(path: Path) -> Iterator[None]:
+    """Raise BadCheckpoint for a panic of the tokenizer's library, which is written in Rust: that is no Exception."""
     try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise BadCheckpoint(path=str(path), reason=f"the tokenizer cannot be read ({error})") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the library does not export it
+            raise
+        raise BadCheckpoint(path=str(path), reason=f"its tokenizer failed ({error})") from None
 
 
 class SentenceTokenizer:
     """Tokenises texts for an encoder. A text that is too long raises an error and is not truncated."""
 
     def __init__(self, directory: Path) -> None:
+        self._directory = directory
         self._tokenizer = open_tokenizer(directory)
 
     def encode(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """Token ids of each text, with special tokens. Raises TextTooLong for the first text that is too long, BadRequest."""
-        encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
+        with no_panic(self._directory):
+            encoded = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
         for index, ids in enumerate(encoded):
             if len(ids) > max_tokens:
                 raise TextTooLong(index=index, num_tokens=len(ids), max_tokens=max_tokens)

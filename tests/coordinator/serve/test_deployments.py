@@ -17,11 +17,14 @@ from support.controllers import tools_for
 from support.devices import with_telemetry
 from support.fleets import TransformerFleet
 from support.graphs import save_two_branch_model
+from support.hostile_models import CORPUS
 from support.planning import in_process_planning
 from support.waiting import until
 
 from coordinator.plan.limits import parse_limit
+from coordinator.serve import deployments
 from coordinator.serve.deployments import Deployments
+from coordinator.serve.goal import open_model
 from coordinator.serve.model import lifecycle
 from coordinator.serve.model.controller import Controller
 from coordinator.serve.state import StateFile, TransformerGoal
@@ -32,8 +35,10 @@ from hearth.wire.messages import GetHiddenStates, Unload
 
 
 @pytest.fixture(autouse=True)
-def _retry_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+def _be_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry soon, and open these models without the process that takes a second to start."""
     monkeypatch.setattr(lifecycle, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(deployments, "open_checked", lambda goal, state_dir: open_model(goal))
 
 
 def goal_of(folder: Path, name: str = "model", **settings: Any) -> TransformerGoal:
@@ -123,6 +128,25 @@ async def test_start_with_a_model_that_cannot_be_read_forgets_nothing(tmp_path: 
     with pytest.raises(HearthError):
         await deployments_of(tmp_path, TransformerFleet("a")).create(bad, None)
     assert list(StateFile(tmp_path / "state").load().deployments) == ["old"]
+
+
+async def test_hostile_model_is_refused_while_another_one_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    (hostile := tmp_path / "hostile" / "model").mkdir(parents=True)
+    CORPUS["template-doubling"](hostile)
+    async with running_model(tmp_path, TransformerFleet("a")) as (served, controller):
+        await until("the model is served", lambda: serves(controller))
+        adding = asyncio.create_task(served.add(TransformerGoal(model_dir=str(hostile)), None))
+        num_answers = 0
+        while not adding.done():
+            await ask(controller, timeout_seconds=5.0)
+            num_answers += 1
+        with pytest.raises(BadCheckpoint, match="512 MiB"):
+            await adding
+        assert num_answers > 10
+        assert list(served.controllers) == ["model"]
 
 
 @pytest.mark.parametrize("strategy", ["placeto", "random", "joint", "getf", "m-sct"])

@@ -126,7 +126,7 @@ async def test_model_on_a_disk_that_hangs_is_an_error_and_does_not_stop_the_even
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = threading.Event()
-    monkeypatch.setattr(deployments, "open_model", lambda goal: answers.wait(30))
+    monkeypatch.setattr(deployments, "open_checked", lambda goal, state_dir: answers.wait(30))
     monkeypatch.setattr(deployments, "_OPEN_SECONDS", 0.1)
     adding = service_in(tmp_path).deployments.add(TransformerGoal(model_dir="/models/m"), None)
     try:

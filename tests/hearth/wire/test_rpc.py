@@ -41,6 +41,10 @@ END = wire.TextEnded(
 )  # fmt: skip
 
 
+class PanicError(BaseException):
+    """Like the panic of a library that is written in Rust, which is no Exception."""
+
+
 async def count(request: wire.Generate) -> AsyncGenerator[Reply, None]:
     """Send `max_tokens` answers. Prompts: `broken` fails after half of them, `large` has a large payload."""
     assert request.max_tokens is not None
@@ -67,6 +71,8 @@ async def echo(caller: Caller, message: wire.Message, payload: Sequence[Any]) ->
         raise errors.TextTooLong(index=0, num_tokens=9, max_tokens=8)
     if isinstance(message, wire.GetStatus):
         raise RuntimeError("a fault")
+    if isinstance(message, wire.ListModels):
+        raise PanicError("a fault in Rust")
     if isinstance(message, wire.ListDevices):
         await asyncio.sleep(60)
     return Reply(message, payload)
@@ -113,6 +119,8 @@ async def test_errors_keep_their_type() -> None:
         assert error.value.max_tokens == 8
         with pytest.raises(errors.InternalError, match="a fault"):
             await client.call(wire.GetStatus(), timeout_seconds=30)
+        with pytest.raises(errors.InternalError, match="PanicError: a fault in Rust"):
+            await client.call(wire.ListModels(), timeout_seconds=30)
         assert await client.call(wire.Done(), timeout_seconds=30)
 
 
