@@ -6,6 +6,7 @@ from __future__ import annotations
 MAX_TEXT_BYTES = 128 << 20  # of a config, a tokenizer, a template, an index: tokenizers with 262,144 tokens have 33 MB
 MAX_GRAPH_BYTES = 16 << 20  # of a graph in JSON, which takes about 20 times as much memory while it is parsed
 MAX_HEADER_BYTES = 16 << 20  # of a safetensors file: 120,000 tensors
+MAX_GROWTH = 64  # of a text, in the normalizer or the decoder of a tokenizer; Unicode's forms make one letter of 18
 MAX_AXES = 64  # of a tensor, as numpy has it
 
 # ---- operator graphs ------------------------------------------------------------------------------------------------------

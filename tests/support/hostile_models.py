@@ -6,6 +6,7 @@ opened it. So that a hundred are tested in a minute, that process is forked here
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import socket
@@ -324,6 +325,21 @@ add(
                 "continuing_subword_prefix": "##",
                 "vocab": {"a": 0, "b": 1, "ab": 2},
                 "merges": ["a b"],
+            }
+        },
+        "grows-at-one-letter": {
+            "normalizer": {"type": "Replace", "pattern": {"String": "\u2740"}, "content": "x" * 1000}
+        },
+        "grows-by-a-table": {
+            "normalizer": {
+                "type": "Precompiled",
+                "precompiled_charsmap": base64.b64encode(bytes(4) + b"x" * 999).decode(),
+            }
+        },
+        "decoder-grows": {
+            "decoder": {
+                "type": "Sequence",
+                "decoders": [{"type": "Replace", "pattern": {"Regex": "x"}, "content": "xx"}] * 9,
             }
         },
         "grows-2-to-the-50": {

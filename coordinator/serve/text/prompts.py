@@ -19,7 +19,7 @@ from coordinator.models.checkpoint.families import read_json_object
 from coordinator.models.model_files import read_model_file
 from coordinator.serve.text.answer_reader import REASONING, AnswerReader, answer_form, num_uncertain
 from coordinator.serve.text.response_template import ResponseTemplate, read_response_template
-from coordinator.serve.text.sentences import no_panic, open_tokenizer
+from coordinator.serve.text.sentences import encoded, no_panic, open_tokenizer
 from coordinator.serve.text.template_reader import TemplateReader
 from coordinator.serve.text.templates import ChatTemplate, TemplateFailed
 from hearth.errors import BadCheckpoint, BadRequest
@@ -71,7 +71,7 @@ class TextTokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a prompt, with the special tokens that the tokenizer adds (usually a beginning-of-text token)."""
         with no_panic(self._directory):
-            return list(self._tokenizer.encode(text).ids)
+            return list(encoded(self._tokenizer, text).ids)
 
     def encode_chat(
         self,
@@ -197,7 +197,7 @@ class ContentTokens:
 
     def encode(self, rendered: str) -> list[int]:
         """Token ids of a template's output."""
-        found = self._tokenizer.encode(rendered, add_special_tokens=False)
+        found = encoded(self._tokenizer, rendered, add_special_tokens=False)
         if _HIDDEN not in rendered:
             return list(found.ids)
         ids: list[int] = []
@@ -216,7 +216,7 @@ class ContentTokens:
         if _HIDDEN not in text:
             return ids
         shown = _PLACEHOLDER.sub(lambda found: self._texts[ord(found[1]) - _FIRST], text)
-        return list(self._literal.encode(shown, add_special_tokens=False).ids)
+        return list(encoded(self._literal, shown, add_special_tokens=False).ids)
 
     @cached_property
     def _literal(self) -> Tokenizer:

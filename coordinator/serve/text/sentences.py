@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import base64
+import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from coordinator.models.limits import MAX_GROWTH
 from coordinator.models.model_files import read_model_file
 from hearth.errors import BadCheckpoint, BadRequest, TextTooLong
 from hearth.wire.codec import Array
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 
 def open_tokenizer(directory: Path) -> Tokenizer:
@@ -25,12 +29,33 @@ def open_tokenizer(directory: Path) -> Tokenizer:
     with no_panic(path):
         try:
             tokenizer = Tokenizer.from_buffer(read_model_file(path))
+            changing = [each for each in (tokenizer.normalizer, tokenizer.decoder) if each is not None]
+            growth = max((_growth(json.loads(each.__getstate__())) for each in changing), default=1)
         except Exception as error:  # the library raises plain Exception
             reason = getattr(error, "strerror", None) or error
             raise BadCheckpoint(path=str(path), reason=f"the tokenizer cannot be read ({reason})") from None
+        if growth > MAX_GROWTH:
+            raise BadCheckpoint(path=str(path), reason=f"it can make a text {growth:.0f} times as long")
         tokenizer.no_truncation()
         tokenizer.no_padding()
         return tokenizer
+
+
+def _growth(part: Any) -> float:
+    """How many times as long a normalizer or a decoder with these settings can make a text."""
+    if part["type"] == "Sequence":
+        return math.prod(map(_growth, part.get("normalizers") or part.get("decoders") or ()))
+    if part["type"] == "Replace":
+        ((kind, pattern),) = part["pattern"].items()
+        length = len(part["content"])
+        return length + 1 if kind == "Regex" or not pattern else max(length / len(pattern), 1)
+    if (
+        part["type"] == "Precompiled"
+    ):  # the size of a table, the table, and the replacements of letters, each with a 0 behind
+        table = base64.b64decode(part["precompiled_charsmap"])
+        texts = table[4 + int.from_bytes(table[:4], "little") :].decode(errors="replace").split("\0")
+        return max(map(len, texts))
+    return 1
 
 
 @contextmanager
@@ -42,6 +67,11 @@ def no_panic(path: Path) -> Iterator[None]:
         if type(error).__name__ != "PanicException":  # the library does not export it
             raise
         raise BadCheckpoint(path=str(path), reason=f"its tokenizer failed ({error})") from None
+
+
+def encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> Encoding:
+    """A text as the library encodes it, other than whose `encode` this lets the threads of the process go on meanwhile."""
+    return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 
 class SentenceTokenizer:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -84,6 +86,16 @@ def test_incremental_decoding_equals_decoding_at_once(kind: str, tokenizers: dic
 def test_invalid_utf8_is_decoded_with_replacements(ids: list[int], tokenizers: dict[str, TextTokenizer]) -> None:
     tokenizer = tokenizers["byte level"]
     assert "".join(pushed(tokenizer.stream(), ids)) == tokenizer.decode(ids)
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded(tokenizers: dict[str, TextTokenizer]) -> None:
+    encoding = threading.Thread(target=tokenizers["byte level"].encode, args=("hello world " * 50_000,))
+    encoding.start()
+    num_pauses = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        num_pauses += 1
+    assert num_pauses > 10  # one or two, if the library holds the interpreter's lock
 
 
 def test_character_is_sent_with_its_last_byte(tokenizers: dict[str, TextTokenizer]) -> None:
