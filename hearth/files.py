@@ -84,3 +84,15 @@ def locked_folder(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+
+
+def is_locked(folder: Path) -> bool:
+    """Whether a process has locked the folder. Writes nothing, for which a disk that hangs would not answer. Raises OSError."""
+    lock = os.open(folder / "lock", os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)

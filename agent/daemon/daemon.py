@@ -11,7 +11,7 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Collection, Sequence
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -77,6 +77,7 @@ class AgentDaemon:
         settings: AgentSettings,
         identity: Identity,
         store: ShardStore,
+        configuration: StoredConfiguration,
         telemetry: TelemetryReader,
         links: LinkServer,
         context: zmq.asyncio.Context,
@@ -90,7 +91,7 @@ class AgentDaemon:
         self._links = links
         self._context = context
         self._coordinator_public_key = coordinator_public_key
-        self._configuration = StoredConfiguration(settings.state_dir)
+        self._configuration = configuration
         self._lease: Lease | None = None
         self._renewed_by: Caller | None = None  # who renewed the lease last
         self._workers: dict[str, WorkerProcess] = {}  # keyed by deployment, like the following
@@ -142,7 +143,7 @@ class AgentDaemon:
                 else:
                     await self._end_lease()
             case wire.StoreConfiguration():
-                self._configuration.store(message.configuration)
+                await self._configuration.store(message.configuration)
             case wire.Heartbeat():
                 return self._heartbeat(caller, message)
             case wire.WatchWorkers():
@@ -204,7 +205,9 @@ class AgentDaemon:
         """Stop all workers; none starts any more, also for a request that is being handled."""
         self._closing = True
         self._configuration.retry()
-        await asyncio.gather(*map(self._stop_worker, list(self._workers)), *self._stopping)
+        await asyncio.gather(
+            self._configuration.settled(), *map(self._stop_worker, list(self._workers)), *self._stopping
+        )
         await self.spawner.close()
 
     def _hello(self, message: wire.Hello) -> wire.Message:
@@ -330,14 +333,17 @@ class AgentDaemon:
         )
 
     async def _read_telemetry(self) -> wire.Telemetry:
+        def read_disk() -> int:
+            self._telemetry.read_disk()
+            return self._store.room_bytes()
+
+        room_bytes: int | None = None
+        with suppress(OSError, StoreFailed):  # the disk fails: the next access to a chunk says so
+            room_bytes = await self._on_disk(_ROOM_SECONDS, read_disk)
         telemetry = self._telemetry.read(time.time(), idle=not self._workers and not self._stopping)
         if telemetry.compute_device == "cpu" and not self._telemetry.budget_is_limit:
             held = {deployment: worker.resident_bytes for deployment, worker in self._workers.items()}
             telemetry = telemetry.model_copy(update={"memory_held_bytes": held})
-        try:
-            room_bytes = await self._on_disk(_ROOM_SECONDS, self._store.room_bytes)
-        except (OSError, StoreFailed):  # the disk fails: the next access to a chunk says so
-            return telemetry
         return telemetry.model_copy(update={"store_room_bytes": room_bytes})
 
     async def _find_missing(self, message: wire.FindMissing) -> wire.ChunksMissing:
@@ -377,12 +383,14 @@ class AgentDaemon:
         if not (of_blocks or payload):
             raise BadRequest(reason="the graph to be profiled is missing")
         device = self._telemetry.read(time.time())
-        with self._store.scratch_folder() as folder:
-            await self._on_disk(FILE_SECONDS, (Path(folder) / "graph.onnx").write_bytes, b"".join(payload))
+        async with AsyncExitStack() as stack:
+            scratch = await self._on_disk(FILE_SECONDS, self._store.scratch_folder)
+            stack.push_async_callback(self._on_disk, FILE_SECONDS, scratch.cleanup)
+            await self._on_disk(FILE_SECONDS, (Path(scratch.name) / "graph.onnx").write_bytes, b"".join(payload))
             start = wire.StartProfile(
                 profile=message,
                 device=self.name,
-                folder=folder,
+                folder=scratch.name,
                 num_threads=device.num_threads,
                 compute_device=device.compute_device,
             )
@@ -426,6 +434,7 @@ class AgentDaemon:
         if worker is None or not worker.can_reload(start):
             return None
         self._store.pin(deployment, start.load.parts.hashes)
+        await self._on_disk(FILE_SECONDS, self._store.note_use, start.load.parts.hashes)
         await self._verify_chunks(worker.added_chunks(start))
         self._check_still_wanted(start.load)
         if self._workers.get(deployment) is not worker or not worker.can_reload(start):
@@ -445,6 +454,7 @@ class AgentDaemon:
         deployment = start.load.deployment
         await self._stop_worker(deployment)
         self._store.pin(deployment, start.load.parts.hashes)
+        await self._on_disk(FILE_SECONDS, self._store.note_use, start.load.parts.hashes)
         await self._verify_chunks(start.load.parts.hashes)
         self._check_still_wanted(start.load)
         self._record_running(start)

@@ -14,6 +14,7 @@ from contextlib import AsyncExitStack
 import zmq.asyncio
 
 from agent.daemon.config import AgentSettings, add_arguments, load_agent_settings
+from agent.daemon.configuration import StoredConfiguration
 from agent.daemon.daemon import CONTROL_MESSAGES, AgentDaemon
 from agent.daemon.gpu import GpuReader
 from agent.daemon.identity import load_identity
@@ -42,7 +43,7 @@ async def run_agent(settings: AgentSettings) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    credential = load_credential(settings.key_path)
+    credential = await on_disk(settings.key_path, FILE_SECONDS, load_credential, settings.key_path)
     if not isinstance(credential, HomeKey | DeviceKey):
         reason = (
             f"an agent needs a device's key (`hearth key add-device`) or the home key, not an {credential.kind} key"
@@ -51,9 +52,11 @@ async def run_agent(settings: AgentSettings) -> None:
     agent_keys, coordinator_public, admin_public = agent_trust(credential)
     address = choose_address(settings.interface)
     async with AsyncExitStack() as stack:
-        identity = stack.enter_context(load_identity(settings.state_dir))
-        store = ShardStore(settings.store_dir, settings.store_bytes, settings.name)
-        gpu = GpuReader(settings.compute_device)
+        state_dir, store_dir, gpu = settings.state_dir, settings.store_dir, GpuReader(settings.compute_device)
+        identity = await on_disk(state_dir, FILE_SECONDS, stack.enter_context, load_identity(state_dir))
+        configuration = await on_disk(state_dir, FILE_SECONDS, StoredConfiguration, state_dir)
+        store = await on_disk(store_dir, FILE_SECONDS, ShardStore, store_dir, settings.store_bytes, settings.name)
+        telemetry = await on_disk(store_dir, FILE_SECONDS, TelemetryReader, settings, gpu)
         await gpu.probe()
         context = zmq.asyncio.Context()
         stack.callback(context.destroy, linger=0)
@@ -66,9 +69,7 @@ async def run_agent(settings: AgentSettings) -> None:
             lambda chunk: on_disk(store.path, FILE_SECONDS, lambda: store.path_of(chunk).read_bytes()),
         )  # fmt: skip
         stack.push_async_callback(links.close)
-        daemon = AgentDaemon(
-            settings, identity, store, TelemetryReader(settings, gpu), links, context, coordinator_public
-        )
+        daemon = AgentDaemon(settings, identity, store, configuration, telemetry, links, context, coordinator_public)
         server = RpcServer(
             context, settings.bind_host, settings.control_port, agent_keys, ZAP_DOMAIN, daemon.handle,
             port_setting="--control-port", policy=Policy(CONTROL_MESSAGES, daemon.authorise),

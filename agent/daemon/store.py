@@ -215,15 +215,22 @@ class ShardStore:
         return asked_bytes
 
     def pin(self, deployment: str, hashes: Iterable[str]) -> None:
-        """Protect the chunks of a deployment's plan from eviction, instead of its previous plan's.
+        """Protect the chunks of a deployment's plan from eviction, instead of its previous plan's. Asks no disk."""
+        self._pinned[deployment] = frozenset(hashes)
 
-        The access times of their files record the use for the next start of the daemon. They never decrease, so that a clock
-        that was set back, or that a board without a battery lost, does not make the newest chunks the first to be evicted.
+    def unpin(self, deployment: str) -> None:
+        """End this protection. Asks no disk, and waits for none, as the lock would."""
+        self._pinned.pop(deployment, None)
+
+    def note_use(self, hashes: Iterable[str]) -> None:
+        """Record the use of chunks for the next start of the daemon, in the access times of their files.
+
+        They never decrease, so that a clock that was set back, or that a board without a battery lost, does not make the newest
+        chunks the first to be evicted.
         """
         with self._lock:
             self._last_used_ns = used_ns = max(time.time_ns(), self._last_used_ns + 1)
-            self._pinned[deployment] = frozenset(hashes)
-            for chunk in self._pinned[deployment]:
+            for chunk in dict.fromkeys(hashes):
                 if self._has_chunk(chunk):
                     self._mark_used(chunk)
                     with suppress(OSError):  # a wrong time only changes the order of evictions
@@ -232,10 +239,6 @@ class ShardStore:
                         known = self._verified.get(chunk)
                         if known is not None and known.version == _version(before):  # the use changes the ctime
                             self._verified[chunk] = known._replace(version=_version(self._file(chunk).stat()))
-
-    def unpin(self, deployment: str) -> None:
-        with self._lock:
-            self._pinned.pop(deployment, None)
 
     def scratch_folder(self) -> Scratch:
         """A scratch folder. Raises StoreFailed."""
@@ -284,7 +287,7 @@ class ShardStore:
             self._forget(chunk)
 
     def _evictable(self) -> list[str]:
-        pinned = frozenset[str]().union(*self._pinned.values())
+        pinned = frozenset[str]().union(*self._pinned.copy().values())
         return [chunk for chunk in self._sizes if chunk not in pinned]
 
     def _store_full(self, num_bytes: int) -> StoreFull:

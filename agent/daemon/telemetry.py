@@ -27,10 +27,16 @@ class TelemetryReader:
         self._gpu = gpu
         self._root = root
         self._cpu_model = cpu_model(root)
+        self._host_id = host_id(root)
+        self.read_disk()
         self._num_cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
         known_ports = settings.data_ports != (0, 0)  # to workers at any port, others connect without a limit
         self._confined = " ".join(each for each in confinement() if known_ports or each != "network")
         psutil.cpu_percent()  # the first reading is measured from here on
+
+    def read_disk(self) -> None:
+        """Read how full the disk is, for the next `read`, which asks no disk."""
+        self._disk_free_bytes = disk_free(self._settings.store_dir)
 
     def read(self, now: float, idle: bool = False) -> Telemetry:
         """Read the current state; `now` is the wall clock in Unix seconds. `idle`: there are no workers on this device."""
@@ -41,7 +47,7 @@ class TelemetryReader:
         if self._gpu.compute_device == "cuda" and gpu is not None and gpu.kind == "cuda":
             budget_total, budget_available = gpu.memory_total_bytes, gpu.memory_free_bytes
         return Telemetry(
-            host_id=host_id(self._root),
+            host_id=self._host_id,
             cpu_model=self._cpu_model[:256],
             num_cores=self._num_cores,
             load_1min=psutil.getloadavg()[0],
@@ -51,7 +57,7 @@ class TelemetryReader:
             memory_budget_bytes=memory_budget(
                 budget_total, budget_available, self._settings.memory_bytes, self._memory_percent()
             ),
-            disk_free_bytes=disk_free(self._settings.store_dir),
+            disk_free_bytes=self._disk_free_bytes,
             temperature_celsius=temperature(self._root),
             gpu=gpu,
             gpu_problem=self._gpu.problem,

@@ -49,7 +49,7 @@ class ProfileCache:
     """The cached results in `folder`. What is absent or invalid is None."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def result(self, device: Device, workload: Workload[R]) -> R | None:
         """What was measured on this device, with its present settings."""
@@ -94,23 +94,23 @@ class ProfileCache:
 
     @property
     def _media_path(self) -> Path:
-        return _path(self._folder, "media")
+        return _path(self.folder, "media")
 
     def result_path(self, device: Device, workload: Workload[R]) -> Path:
         """The file of a result on a device, with its present settings."""
         telemetry = device.telemetry
         settings = (telemetry.num_threads, telemetry.compute_device) if telemetry else ()
-        return result_path(self._folder, workload, device.device_id, settings)
+        return result_path(self.folder, workload, device.device_id, settings)
 
     def path_of_equals(self, device: Device, workload: Workload[R]) -> Path | None:
         """The file of the result that devices with the same hardware and settings share; None if they share none."""
         hardware = _hardware(device.telemetry)
         if hardware is None or not workload.shared:
             return None
-        return _path(self._folder, f"{workload.cache_prefix}-equals", *workload.cache_key, hardware)
+        return _path(self.folder, f"{workload.cache_prefix}-equals", *workload.cache_key, hardware)
 
     def _link_path(self, pair: tuple[str, str]) -> Path:
-        return _path(self._folder, "link", *pair)
+        return _path(self.folder, "link", *pair)
 
 
 def result_path(folder: Path, workload: Workload[R], device_id: str, settings: tuple[object, ...]) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import permutations
@@ -23,6 +23,7 @@ from coordinator.devices.profile_cache import KnownMedia, ProfileCache
 from coordinator.devices.registry import Device
 from coordinator.devices.shared_media import Pair, devices_on_radio, find_media
 from coordinator.devices.workload import R, Workload
+from coordinator.models.cache_files import flushed
 from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.plan.profile import Link, SharedMedium, media_of
 from hearth.platform.asyncio_tools import cancel_all, loop_time
@@ -84,7 +85,7 @@ class Profiler:
         self._probed: dict[Path, BaseModel] = {}  # results of probes, by the file that equal devices would share
         self.provisional_links: set[tuple[str, str]] = set()
         self.links: dict[tuple[str, str], Link] = {}
-        self._known_media: KnownMedia | None = None  # None: not read yet
+        self._known_media: KnownMedia | None = None  # None: none is known
         self.failed_links: set[tuple[str, str]] = set()  # that could not be measured when last tried
         self._cut_at: dict[tuple[str, str], float] = {}  # loop time at which a link was found cut
         self._slowdowns: dict[str, float] = {}  # current / cached seconds, of devices that drifted
@@ -115,11 +116,17 @@ class Profiler:
         found = {device.device_id: results[device.device_id] for device in usable}
         return MeasuredDevices(tuple(usable), found, links, media_of(self._media_so_far.media, tuple(found)))
 
+    async def read(self, function: Callable[[], T]) -> T:
+        """The result of a function that reads cached files. Raises DiskHung."""
+        return await on_disk(self._cache.folder, FILE_SECONDS, function)
+
     async def _cached_or_measured(self, device: Device, workload: Workload[R]) -> R:
         workload.check(device)
-        if (cached := self._cache.result(device, workload)) is not None:
+        if (cached := await self.read(lambda: self._cache.result(device, workload))) is not None:
             return cached
-        if self._uses_provisional and (found := self._cache.result_of_equals(device, workload)) is not None:
+        if self._uses_provisional and (
+            found := await self.read(partial(self._cache.result_of_equals, device, workload))
+        ):
             self._report(f"{device.name} has the profile of an equal device until it is measured")
             self._provisional.add(self._cache.result_path(device, workload))
             return found
@@ -128,6 +135,7 @@ class Profiler:
         self._report(f"profiling {workload.title} on {device.name}")
         result = await self._run_workload(device, workload, workload.request)
         self._cache.keep_result(device, workload, result)
+        await flushed()
         return result
 
     async def _probe(self, device: Device, workload: Workload[R], request: Profile) -> R:
@@ -143,7 +151,7 @@ class Profiler:
         return result
 
     def known_result(self, device: Device, workload: Workload[R]) -> R | None:
-        """What was measured before on this device, or on an equal one; None: nothing. Asks no device."""
+        """What was measured before on this device, or on an equal one; None: nothing. Asks no device, but reads files."""
         return self._cache.result(device, workload) or self._cache.result_of_equals(device, workload)
 
     async def _run_workload(self, device: Device, workload: Workload[R], request: Profile) -> R:
@@ -225,14 +233,11 @@ class Profiler:
         `traffic` is that of deployments that go on while links are measured; a link is kept as it would be without.
         """
         pairs = list(permutations([device.device_id for device in devices], 2))
-        for pair in pairs:
-            if pair in self.links:
-                continue
-            if link := self._cache.link(pair, LINK_CACHE_SECONDS):
-                self.links[pair] = link
-            elif self._uses_provisional and (link := self._cache.link(pair)):
-                self.links[pair] = link
-                self.provisional_links.add(pair)
+        if unknown := [pair for pair in pairs if pair not in self.links]:
+            for link, is_provisional in await self.read(partial(self._kept_links, unknown)):
+                self.links[link.source, link.target] = link
+                if is_provisional:
+                    self.provisional_links.add((link.source, link.target))
         cut = self.cut_links()
         unmeasured = [pair for pair in pairs if pair not in self.links and pair not in cut]
         self.failed_links -= set(unmeasured)
@@ -242,7 +247,19 @@ class Profiler:
         await self._measure_pairs(unmeasured, devices, traffic)
         if unmeasured:
             await self._find_media(unmeasured, devices, traffic)
+            await flushed()
         return {pair: self.links[pair] for pair in pairs if pair in self.links and pair not in self._cut_at}
+
+    def _kept_links(self, pairs: Iterable[Pair]) -> list[tuple[Link, bool]]:
+        """The cached links, each with whether it is provisional. Reads the shared media, too."""
+        self._known_media = self._known_media or self._cache.media()
+        kept = []
+        for pair in pairs:
+            if link := self._cache.link(pair, LINK_CACHE_SECONDS):
+                kept.append((link, False))
+            elif self._uses_provisional and (link := self._cache.link(pair)):
+                kept.append((link, True))
+        return kept
 
     async def _find_media(self, measured: Sequence[Pair], devices: Sequence[Device], traffic: Traffic) -> None:
         """Find out which of these devices share a medium, unless that is known, as after a loss.
@@ -277,9 +294,7 @@ class Profiler:
     @property
     def _media_so_far(self) -> KnownMedia:
         """The media that were found in this run or an earlier one."""
-        if self._known_media is None:
-            self._known_media = self._cache.media() or KnownMedia(compared=frozenset(), media=())
-        return self._known_media
+        return self._known_media or KnownMedia(compared=frozenset(), media=())
 
     async def _measure_pairs(self, pairs: Sequence[Pair], devices: Sequence[Device], traffic: Traffic) -> None:
         """Measure links; those that share no machine concurrently."""

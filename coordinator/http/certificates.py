@@ -25,8 +25,9 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, load_pem_private_key
 
 from coordinator.http.settings import LOCAL_SUFFIXES
-from hearth.errors import BadSetting
+from hearth.errors import BadSetting, DiskHung
 from hearth.files import write_atomically
+from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.network import all_addresses
 
 log = logging.getLogger(__name__)
@@ -211,17 +212,21 @@ class OwnTls:
         while True:
             await asyncio.sleep(interval_seconds)
             try:
-                made = self._current()
-            except BadSetting as error:
+                made = await on_disk(self._folder, FILE_SECONDS, self._renewed, context)
+            except (BadSetting, DiskHung) as error:
                 log.warning("%s", error)
                 continue
-            if made.is_new:
-                context.load_cert_chain(made.chain)
             if made.fingerprint != self.fingerprint:
                 self.fingerprint = made.fingerprint
                 log.warning(
                     "clients have to trust another authority now: %s, SHA-256 %s", made.authority, made.fingerprint
                 )
+
+    def _renewed(self, context: ssl.SSLContext) -> OwnCertificate:
+        made = self._current()
+        if made.is_new:
+            context.load_cert_chain(made.chain)
+        return made
 
     def _current(self) -> OwnCertificate:
         names = certified_names(self._listen, self._more)

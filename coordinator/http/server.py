@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from functools import partial
+from pathlib import Path
 
 import h11
 import uvicorn
@@ -26,6 +27,7 @@ from coordinator.http.settings import HttpSettings
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import cancel_all, supervised
 from hearth.platform.discovery import HTTP_SERVICE, advertised
+from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.network import bracketed, listening_socket
 
 log = logging.getLogger(__name__)
@@ -64,7 +66,8 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
         if settings.tls_folder is not None:
             from coordinator.http.certificates import OwnTls  # with `cryptography`, which takes 9 MB
 
-            certificate = OwnTls(settings.tls_folder, listening.getsockname()[0], settings.allowed_hosts)
+            own = (settings.tls_folder, listening.getsockname()[0], settings.allowed_hosts)
+            certificate = await on_disk(settings.tls_folder, FILE_SECONDS, OwnTls, *own)
         files = (settings.certificate, settings.private_key) if certificate is None else (certificate.chain, None)
         config = uvicorn.Config(
             http_app(homes, settings.allowed_hosts), http=BoundedProtocol, ws="none", lifespan="off", log_config=None,
@@ -73,7 +76,7 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
             h11_max_incomplete_event_size=MAX_HEADER_BYTES, ssl_certfile=files[0], ssl_keyfile=files[1],
             proxy_headers=False,
         )  # fmt: skip
-        config.load()
+        await on_disk(Path(files[0] or "."), FILE_SECONDS, config.load)  # reads the certificate
         if certificate is not None:
             assert config.ssl is not None
             keeping = asyncio.create_task(certificate.keep(config.ssl))

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
 from pathlib import Path
 
 from hearth.files import write_atomically
+from hearth.platform.disk import DiskWork
 
 log = logging.getLogger(__name__)
 
 # Contents that the disk did not take, by path; None: a file that could not be removed. Some KB for each model and device.
 _unwritten: dict[Path, bytes | None] = {}
+_changing = threading.Lock()  # held for a change of it
+_FLUSH_SECONDS = 1.0  # for the disk to take a file, which takes milliseconds; a program that ends may lose it otherwise
 
 
 def read_cached(path: Path) -> bytes:
@@ -24,19 +28,30 @@ def read_cached(path: Path) -> bytes:
 
 
 def write_cached(path: Path, data: bytes) -> None:
-    """Write a file, and those that could not be written before. The first failure is logged; the next write tries again."""
-    _unwritten[path] = data
-    _flush()
+    """Write a file, and those that could not be written before; on an event loop, a thread writes (`flushed`).
+
+    The first failure is logged; the next write tries again.
+    """
+    _change(path, data)
 
 
 def remove_cached(path: Path) -> None:
     """Remove a file, if there is one."""
-    _unwritten[path] = None
-    _flush()
+    _change(path, None)
 
 
-def _flush() -> None:
-    newest = next(reversed(_unwritten))
+async def flushed() -> None:
+    """Wait for a moment until the thread has written."""
+    await _flushing.settled(_FLUSH_SECONDS)
+
+
+def _change(path: Path, data: bytes | None) -> None:
+    with _changing:
+        _unwritten[path] = data
+    _flushing.ask()
+
+
+def _flush() -> bool:
     for path, data in list(_unwritten.items()):
         try:
             if data is not None:
@@ -45,7 +60,12 @@ def _flush() -> None:
                 path.unlink(missing_ok=True)
         except OSError as error:
             if len(_unwritten) == 1:
-                log.warning("%s cannot be written; it is kept in memory and tried again: %s", newest, error)
-            return
-        if _unwritten.get(path) is data:
-            del _unwritten[path]
+                log.warning("%s cannot be written; it is kept in memory and tried again: %s", path, error)
+            return False
+        with _changing:
+            if _unwritten.get(path) is data:
+                del _unwritten[path]
+    return True
+
+
+_flushing = DiskWork(Path("the cached files"), _flush)

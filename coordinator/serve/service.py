@@ -20,7 +20,7 @@ from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
 from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.http_gateway import keep_http_gateway
-from coordinator.serve.clients.key_registry import KeyRegistry, RegisteredKeys
+from coordinator.serve.clients.key_registry import RegisteredKeys
 from coordinator.serve.clients.once import RepeatedChanges
 from coordinator.serve.clients.trust import Trust, error_for_app, response_for_app
 from coordinator.serve.config import CoordinatorSettings
@@ -35,7 +35,7 @@ from coordinator.serve.model.controller import Controller
 from coordinator.serve.requests.admission import CALLER
 from coordinator.serve.standby.followers import Followers, HandOver, Replication
 from coordinator.serve.standby.leadership import AnotherLeads, Leadership
-from coordinator.serve.state import Goal, StateFile, goal_from_json, keep_retrying
+from coordinator.serve.state import Goal, StateFile, goal_from_json
 from hearth.errors import AppRevoked, BadRequest, HearthError, NotServing, ProtocolMismatch
 from hearth.plan.plan import Plan
 from hearth.platform.asyncio_tools import cancel_all
@@ -66,13 +66,13 @@ class Service:
         report: Callable[[str], None],
         progress: PushProgress,
         trust: Trust,
+        state: StateFile,
         port: ClientPort,
     ) -> None:
         self._settings = settings
         self._trust = trust
         self._port = port
-        self._state = StateFile(settings.state_dir)
-        self._devices = KeyRegistry(settings.state_dir / "devices.json", "device")
+        self._state = state
         self._fleet = Fleet(
             agent_access(home),
             settings.name,
@@ -80,7 +80,7 @@ class Service:
             settings.devices,
             on_change=self._device_changed,
             holder=self._state.load().holder,
-            device_keys=lambda: self._devices.current().keys,
+            device_keys=lambda: trust.devices.current().keys,
         )
         profiler = Profiler(self._fleet, settings.state_dir / "profiles", report, provisional=True)
         self._events = EventStream(EventFile(settings.state_dir / EVENTS_FILE))
@@ -96,7 +96,7 @@ class Service:
         self._followers = Followers()
         self._hand_over = HandOver(self._followers)
         self._replication = Replication(
-            settings, self._state, (self._trust.apps, self._devices), self.leadership, self._followers, self._hand_over,
+            settings, self._state, (trust.apps, trust.devices), self.leadership, self._followers, self._hand_over,
             self._model_files,
         )  # fmt: skip
         # By type of message, but for requests to a model and changes.
@@ -146,7 +146,6 @@ class Service:
             self.deployments.proofs["the client port"] = port.has_worked
             background: list[Coroutine[Any, Any, object]] = [
                 self.deployments.run(), notifier.keep_alive(lambda: self.deployments.state, self.deployments.proofs),
-                keep_retrying([self._state.file, self._trust.apps.file, self._devices.file]),
                 self.leadership.run(), self._hand_over.watch_disk(), self._hand_over.accepted.wait(),
                 self._services.resources.watch(self._fleet.devices), self._events.run(),
                 keep_sampling(self._fleet, self._services.profiler, self._events),
@@ -248,29 +247,34 @@ class Service:
         """Carry out a change. One of keys waits until the standbys have it; raises NotServing if one takes over without it."""
         match message:
             case wire.ServeModel():
-                goal = goal_from_json(message.goal)
-                return wire.ModelChanged(deployment=await self.deployments.add(goal, message.plan, message.name))
+                name = await self.deployments.add(goal_from_json(message.goal), message.plan, message.name)
+                await self._state.file.saved()
+                return wire.ModelChanged(deployment=name)
             case wire.StopModel():
-                return wire.ModelChanged(deployment=await self.deployments.remove(message.name))
+                name = await self.deployments.remove(message.name)
+                await self._state.file.saved()
+                return wire.ModelChanged(deployment=name)
             case wire.AddApp():
                 self._trust.apps.add(message.name, message.public_key, message.role)
                 self._port.change_access()
             case wire.RevokeApp():
                 await self._revoke(message.name)
             case wire.AddDevice():
-                self._devices.add(message.name, message.public_key)
+                self._trust.devices.add(message.name, message.public_key)
                 self._fleet.key_admitted(message.public_key)
             case wire.RevokeDevice():
-                self._devices.revoke(message.name)
+                self._trust.devices.revoke(message.name)
                 await self._fleet.drop_revoked()
-        await self._followers.copy_change()
+        await asyncio.gather(
+            self._trust.apps.file.saved(), self._trust.devices.file.saved(), self._followers.copy_change()
+        )
         if self._hand_over.accepted.is_set() and not self._followers.latest_is_copied:
             raise NotServing(state=_LEAVES)
         return wire.KeysChanged(warning=self._why_keys_may_be_lost())
 
     def _why_keys_may_be_lost(self) -> str:
         """Why the latest change of keys may not last; empty if it does."""
-        if not (self._trust.apps.file.is_saved and self._devices.file.is_saved):
+        if not (self._trust.apps.file.is_saved and self._trust.devices.file.is_saved):
             return f"the disk of {self._settings.name} cannot be written: the change is lost if its coordinator ends before"
         if self.leadership.has_quorum and not self._followers.latest_is_copied:
             return "no standby has confirmed the change: it is lost, at least for a while, if this coordinator is lost"
@@ -290,7 +294,7 @@ class Service:
             registry.merge(
                 RegisteredKeys(keys=dict(theirs.admitted), revoked=dict(theirs.revoked), roles=dict(theirs.roles))
             )
-            for registry, theirs in ((self._trust.apps, message.apps), (self._devices, message.devices))
+            for registry, theirs in ((self._trust.apps, message.apps), (self._trust.devices, message.devices))
         )
         admitted, revoked = {**apps.keys, **devices.keys}, {**apps.revoked, **devices.revoked}
         for keys, change in ((admitted, "admitted"), (revoked, "revoked")):

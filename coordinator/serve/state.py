@@ -20,11 +20,12 @@ from coordinator.devices.quorum import latest
 from coordinator.plan.limits import MemoryLimit
 from coordinator.serve.config import CoordinatorSettings
 from hearth.errors import BadRequest, BadSetting
-from hearth.files import FolderInUse, locked_folder, write_atomically
+from hearth.files import FolderInUse, is_locked, locked_folder, write_atomically
 from hearth.plan.common import WireFormat
 from hearth.plan.graph import Objective
 from hearth.plan.model_spec import KvFormat, WeightFormat
 from hearth.plan.plan import Plan
+from hearth.platform.disk import DiskWork
 from hearth.platform.network import local_address
 from hearth.validation import first_error
 from hearth.wire.messages import MAX_DRAFTED_TOKENS, Configuration
@@ -38,6 +39,8 @@ TileCount: TypeAlias = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_TILES
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: new at each start of the computer
 _RETRY_SECONDS = 30.0  # interval of attempts to write what could not be written: a full disk is emptied within minutes
+# For the disk to take a change before it is answered: an SD card that is busy takes seconds.
+_SAVE_SECONDS = 3.0
 _ADDRESS = "address"  # file of the state directory
 _T = TypeVar("_T")
 
@@ -167,17 +170,16 @@ class StateFile:
     """`serving.json` and its second copy, with their content in memory. `boot_id` identifies the run of this computer."""
 
     def __init__(self, state_dir: Path, boot_id: str | None = None) -> None:
+        """Read the saved state; it is empty if there is none or no copy can be read."""
         self.file = DurableFile(state_dir / "serving.json", SavedState.model_validate_json)
-        self._boot_id = boot_id if boot_id is not None else _read_boot_id()
-        self._state: SavedState | None = None
+        boot_id = boot_id if boot_id is not None else _read_boot_id()
+        state = self.file.read() or SavedState()
+        if not state.holder or state.boot_id != boot_id:
+            state = state.model_copy(update={"holder": secrets.token_hex(8), "boot_id": boot_id})
+        self._state = state
 
     def load(self) -> SavedState:
-        """The saved state, read once; empty if there is none or no copy can be read."""
-        if self._state is None:
-            state = self.file.read() or SavedState()
-            if not state.holder or state.boot_id != self._boot_id:
-                state = state.model_copy(update={"holder": secrets.token_hex(8), "boot_id": self._boot_id})
-            self._state = state
+        """The newest state."""
         return self._state
 
     def save(self, name: str, deployment: SavedDeployment, last_epoch: int) -> None:
@@ -208,7 +210,7 @@ class StateFile:
         )
 
     def _replace(self, **changes: Any) -> None:
-        self._state = self.load().model_copy(update=changes)
+        self._state = self._state.model_copy(update=changes)
         self.file.write(self._state.model_dump_json(indent=1))
 
 
@@ -225,57 +227,87 @@ def _read_boot_id() -> str:
 class DurableFile(Generic[_T]):
     """`path` and its second copy `path.bak`. `parse` reads the content; it raises ValueError if that is damaged.
 
-    A write that fails is reported once and tried again by the next `write` or `retry`; callers go on with the content in
-    memory.
+    `write` never fails: callers go on with the content in memory. A failure is reported once, and the next `write` or `retry`
+    tries again. On an event loop a thread writes, and `saved` waits for it.
     """
 
     def __init__(self, path: Path, parse: Callable[[bytes], _T]) -> None:
         self.path = path
         self._copy = path.with_name(f"{path.name}.bak")
         self._parse = parse
-        self._unsaved: str | None = None  # content that could not be written
+        self._content: str | None = None  # the newest; None: this program has written none
+        self._writing = DiskWork(path, self._write)
+        self._is_failing = False
+        self._stamp: tuple[int, int] | None = None  # of the file when it was last read or written here
 
     @property
     def is_saved(self) -> bool:
         """Whether both copies hold the newest content."""
-        return self._unsaved is None
+        return self._writing.is_done
 
     def read(self) -> _T | None:
         """The content of the first copy that can be read; None if there is none. A damaged copy is renamed and replaced."""
-        for path in (self.path, self._copy):
-            try:
-                data = path.read_bytes()
-                content = self._parse(data)
-            except FileNotFoundError:
-                continue
-            except (ValueError, OSError) as error:
-                self._set_aside(path, error)
-                continue
-            if path is self._copy:
-                log.warning("%s is used instead of %s", path, self.path)
-                self.write(data.decode())
-            return content
+        with self._writing.lock:
+            self._stamp = self._stamp_now()
+            for path in (self.path, self._copy):
+                try:
+                    data = path.read_bytes()
+                    content = self._parse(data)
+                except FileNotFoundError:
+                    continue
+                except (ValueError, OSError) as error:
+                    self._set_aside(path, error)
+                    continue
+                if path is self._copy:
+                    log.warning("%s is used instead of %s", path, self.path)
+                    with suppress(OSError):  # for instance a read-only disk: the next `write` replaces it
+                        write_atomically(self.path, data, private=True, durable=True)
+                        self._stamp = self._stamp_now()
+                return content
         return None
+
+    def read_changed(self) -> _T | None:
+        """The content, if another program has changed the file since it was last read or written here."""
+        return self.read() if self.is_saved and self._stamp != self._stamp_now() else None
 
     def write(self, content: str) -> None:
         """Write both copies, one after the other, so that a power cut leaves one intact."""
-        was_saved = self.is_saved
+        if content != self._content:
+            self._content = content
+            self._writing.ask()
+
+    def retry(self) -> None:
+        """Try again to write what could not be written."""
+        self._writing.retry()
+
+    async def saved(self, seconds: float = _SAVE_SECONDS) -> bool:
+        """Wait for the disk to take the newest content, at most for some seconds; returns whether it has."""
+        await self._writing.settled(seconds)
+        return self.is_saved
+
+    def _write(self) -> bool:
+        content = self._content or ""
         try:
             for path in (self.path, self._copy):
                 write_atomically(path, content, private=True, durable=True)
         except OSError as error:
-            self._unsaved = content
-            if was_saved:
+            if not self._is_failing:
                 log.warning("%s cannot be written; it is kept in memory and tried again: %s", self.path, error)
-            return
-        self._unsaved = None
-        if not was_saved:
+            self._is_failing = True
+            return False
+        if self._is_failing:
             log.warning("%s is written again", self.path)
+        self._is_failing = False
+        self._stamp = self._stamp_now()
+        return True
 
-    def retry(self) -> None:
-        """Try again to write what could not be written."""
-        if self._unsaved is not None:
-            self.write(self._unsaved)
+    def _stamp_now(self) -> tuple[int, int]:
+        """Identifies the content of the file."""
+        try:
+            status = self.path.stat()
+        except OSError:  # there is none
+            return 0, 0
+        return status.st_mtime_ns, status.st_size
 
     def _set_aside(self, path: Path, error: Exception) -> None:
         kept = path.with_suffix(".unreadable" if path is self.path else ".bak.unreadable")
@@ -296,6 +328,7 @@ async def keep_retrying(files: Sequence[DurableFile[Any]]) -> None:
     finally:
         for file in files:
             file.retry()
+        await asyncio.gather(*(file.saved() for file in files))
 
 
 @contextmanager
@@ -322,14 +355,7 @@ def note_address(settings: CoordinatorSettings, port: int) -> None:
 
 def address_of_running(state_dir: Path) -> str | None:
     """The address of the coordinator that uses this directory now; None if none does, or if it has not written it down."""
-    if not state_dir.exists():
-        return None
-    try:
-        with locked_folder(state_dir):
-            return None
-    except FolderInUse:
-        with suppress(OSError):
+    with suppress(OSError):  # there is none, or this user may not read it: the coordinator that serves there says so
+        if is_locked(state_dir):
             return (state_dir / _ADDRESS).read_text().strip() or None
-    except OSError:  # not readable for this user: the coordinator that serves there says so
-        pass
     return None

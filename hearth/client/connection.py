@@ -1,15 +1,18 @@
 """The client's connection to one of the home's coordinators: finds them, connects to one that answers, changes to another.
 
 An mDNS record is only a hint, since any host on the network can send one. A coordinator counts as found once the encrypted
-handshake with its key and the exchange of `Hello` have succeeded.
+handshake with its key and the exchange of `Hello` have succeeded. So is the endpoint where one answered last, which is kept in
+the user's cache folder: it is tried first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from contextlib import asynccontextmanager
+import os
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import zmq.asyncio
@@ -25,7 +28,10 @@ from hearth.errors import (
     Unreachable,
     WrongKey,
 )
+from hearth.files import write_atomically
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
+from hearth.platform.curve import fingerprint
+from hearth.platform.disk import DiskWork, on_disk
 from hearth.platform.network import bracketed
 from hearth.platform.security import Access
 from hearth.wire import messages as wire
@@ -48,6 +54,8 @@ _PASSING = (Unreachable, ConnectionLost, DeadlineExceeded, NotServing)
 _AGAIN_SECONDS = 0.1
 _MAX_KNOWN = 8  # endpoints that are remembered from earlier searches; a home has one to three coordinators
 
+_HINT_SECONDS = 0.3  # to read or write the last endpoint; a search and a program that ends do not wait longer
+
 _Found = tuple[int, int, str]  # an endpoint: its turn, its number in the order of discovery, and itself
 
 
@@ -66,6 +74,9 @@ class Connection:
         self._client: RpcClient | None = None
         self._retired: list[RpcClient] = []  # replaced while calls were in progress
         self._known: list[str] = []  # endpoints that answered earlier, the newest last
+        self._hint_path = _hint_path(access.server_public)
+        self._hint = ""  # the endpoint in that file
+        self._hint_writing = DiskWork(self._hint_path, self._write_hint)
         self._changing = asyncio.Lock()
         self._search: asyncio.Task[Any] | None = None  # the last change of the connection
 
@@ -103,6 +114,7 @@ class Connection:
             await cancel_all([self._search])
         for client in [*self._retired, *([self._client] if self._client is not None else [])]:
             await client.close()
+        await self._hint_writing.settled(_HINT_SECONDS)
         self._retired, self._client = [], None
         self._context.destroy(linger=0)
 
@@ -123,6 +135,9 @@ class Connection:
         if before is not None and before is not client:
             self._retired.append(before)
         self._known = [*(other for other in self._known if other != client.endpoint), client.endpoint][-_MAX_KNOWN:]
+        if not self._given and client.endpoint != self._hint:
+            self._hint = client.endpoint
+            self._hint_writing.ask()
         for retired in [each for each in self._retired if not each.pending]:
             self._retired.remove(retired)
             await retired.close()
@@ -243,6 +258,8 @@ class Connection:
             for turn, host in enumerate(service.hosts if service.is_of(self._access.server_public) else ()):
                 add(turn, _endpoint(host, service.port))
 
+        if not self._known:
+            await self._read_hint()
         for known in reversed(self._known):
             add(0, known)
         browser = Browser(COORDINATOR_SERVICE, on_found, self._interfaces)
@@ -255,10 +272,28 @@ class Connection:
         finally:
             await browser.stop()
 
+    async def _read_hint(self) -> None:
+        with suppress(OSError, ValueError, HearthError):  # there is none, or another program wrote it
+            text = await on_disk(self._hint_path, _HINT_SECONDS, self._hint_path.read_text)
+            self._hint, *_ = endpoints_of(text)
+            self._known = [self._hint]
+
+    def _write_hint(self) -> bool:
+        with suppress(OSError):  # the next search takes longer
+            write_atomically(self._hint_path, self._hint.removeprefix("tcp://"), private=True)
+        return True
+
     def _not_found(self, seconds: float) -> HearthError:
         if self._given:
             return Unreachable(endpoint=", ".join(self._given), seconds=seconds)
         return NoCoordinator(seconds=seconds)
+
+
+def _hint_path(server_public: str, environ: Mapping[str, str] = os.environ) -> Path:
+    """The file of the endpoint where the coordinator with this key answered last, in the cache folder of the user or unit."""
+    folder = environ.get("CACHE_DIRECTORY", "").split(":")[0] or environ.get("XDG_CACHE_HOME")
+    folder = folder or str(Path(environ.get("HOME", "/nonexistent")) / ".cache")
+    return Path(folder) / "hearth" / f"coordinator-{fingerprint(server_public)}"
 
 
 def error_margin(timeout_seconds: float) -> float:

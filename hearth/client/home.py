@@ -35,6 +35,7 @@ from hearth.errors import (
     WrongKey,
 )
 from hearth.platform.asyncio_tools import loop_time
+from hearth.platform.disk import on_disk
 from hearth.platform.security import Access, Credential, coordinator_access, resolve_credential
 from hearth.wire import messages as wire
 from hearth.wire.rpc import Reply, RpcClient
@@ -473,7 +474,9 @@ async def connect_async(
     interfaces: Sequence[str] | None = None,
 ) -> AsyncHome:
     """As `hearth.connect`, for asyncio programs: `async with await hearth.connect_async() as home: ...`."""
-    home = AsyncHome(coordinator_access(resolve_credential(key)), address, interfaces)
+    if not isinstance(key, Credential):
+        key = await on_disk(Path("the key file"), timeout_seconds, resolve_credential, key)
+    home = AsyncHome(coordinator_access(key), address, interfaces)
     try:
         return await home.open(timeout_seconds)
     except HearthError:

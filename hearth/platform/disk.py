@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 
 from hearth.errors import DiskHung
 from hearth.platform.asyncio_tools import loop_time
+
+log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
@@ -79,6 +82,66 @@ async def on_disk(path: Path, seconds: float, function: Callable[..., _T], *args
     if not access.done():
         raise DiskHung(path=str(path), seconds=seconds)
     return access.result()
+
+
+class DiskWork:
+    """Runs `work`, which accesses files below `path`, whenever it is asked to: on an event loop in a thread, else at once.
+
+    `work()` returns whether it succeeded. It runs once at a time, also while the disk hangs, and again if it was asked
+    meanwhile: what it writes last is the newest content.
+    """
+
+    def __init__(self, path: Path, work: Callable[[], bool]) -> None:
+        self._path, self._work = path, work
+        self._asked = self._done = object()  # a new one whenever it is asked; that of the last success
+        self.lock = threading.Lock()  # held while `work` runs, also by a thread that was left behind
+        self._attempt: asyncio.Task[None] | None = None  # the last one
+        self._late: asyncio.Task[None] | None = None  # an attempt that was waited for in vain
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `work` has succeeded since it was last asked to run."""
+        return self._done is self._asked
+
+    def ask(self) -> None:
+        """Have it run."""
+        self._asked = object()
+        self.retry()
+
+    def retry(self) -> None:
+        """Have it run again if it has failed."""
+        if self.is_done:
+            return
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self._try()
+            return
+        is_running = self._attempt is not None and not self._attempt.done() and self._attempt.get_loop() is loop
+        if not is_running and not self.lock.locked():  # else it runs again after that, or hangs
+            self._attempt = loop.create_task(self._try_in_thread())
+
+    async def settled(self, seconds: float) -> None:
+        """Wait until it has succeeded or failed, at most for some seconds, and only once for an attempt that takes longer."""
+        attempt = self._attempt
+        if attempt is not None and attempt is not self._late:
+            await asyncio.wait({attempt}, timeout=seconds)
+            self._late = None if attempt.done() else attempt
+
+    async def _try_in_thread(self) -> None:
+        try:
+            while not self.is_done and await on_disk(self._path, FILE_SECONDS, self._try):
+                pass
+        except DiskHung as error:
+            log.warning("%s", error)
+
+    def _try(self) -> bool:
+        with self.lock:
+            asked = self._asked
+            succeeded = self._work()
+            if succeeded:
+                self._done = asked
+        return succeeded
 
 
 def hung_paths() -> list[Path]:

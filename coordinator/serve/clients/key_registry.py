@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from coordinator.serve.state import DurableFile
-from hearth.errors import BadRequest
+from hearth.errors import BadRequest, DiskHung
+from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk
 
 _NAME = re.compile(r"[a-z0-9-]{1,32}")
+_LOOK_SECONDS = 2.0  # interval of looking for changes by other programs: it takes a thread for each look
 _APP = "app"  # the role of a key without an entry in `roles`
 
 
@@ -33,7 +37,7 @@ def device_keys(state_dir: Path) -> Callable[[], Collection[str]]:
 
 
 class KeyRegistry:
-    """Reads and changes the file. Changes are written to disk before the request is answered.
+    """Reads and changes the file. Changes are in force at once; `file.saved()` waits until they are on the disk.
 
     While the disk cannot be written, changes are kept in memory. If no copy can be read, the last list stays in force.
     """
@@ -41,12 +45,11 @@ class KeyRegistry:
     def __init__(self, path: Path, holder: Literal["app", "device"] = "app") -> None:
         self._holder = holder
         self.file = DurableFile(path, RegisteredKeys.model_validate_json)
-        self._file_stamp: tuple[int, int] | None = None  # None: not read yet
-        self._keys = RegisteredKeys()
+        self._keys = self.file.read() or RegisteredKeys()
 
     def add(self, name: str, public_key: str, role: str = _APP) -> None:
         """Admit a key; a repetition has no effect. Raises BadRequest for an invalid name or one in use, or a revoked key."""
-        known = self.current()
+        known = self._keys
         if known.keys.get(public_key) == name and known.roles.get(public_key, _APP) == role:
             return
         if public_key in known.revoked:
@@ -61,7 +64,7 @@ class KeyRegistry:
 
     def revoke(self, name: str) -> None:
         """Revoke a key; a repetition has no effect. Raises BadRequest if no key has or had this name."""
-        known = self.current()
+        known = self._keys
         revoked = {key: app for key, app in known.keys.items() if app == name}
         if not revoked and name in known.revoked.values():
             return
@@ -77,7 +80,7 @@ class KeyRegistry:
         A revocation is never taken back, so that it does not matter which of the two happened first. Of two keys with the
         same name, the one here stays.
         """
-        known = self.current()
+        known = self._keys
         new_revoked = {key: name for key, name in theirs.revoked.items() if key not in known.revoked}
         all_revoked = {**known.revoked, **new_revoked}
         remaining = {key: name for key, name in known.keys.items() if key not in new_revoked}
@@ -94,26 +97,32 @@ class KeyRegistry:
             self._write({**remaining, **new_keys}, all_revoked, {**known.roles, **new_roles})
         return RegisteredKeys(keys=new_keys, revoked=new_revoked)
 
+    def replace(self, keys: RegisteredKeys) -> None:
+        """Have these keys instead, which the leader of this home has."""
+        self._keys = keys
+        self.file.write(keys.model_dump_json(indent=1))
+
     def current(self) -> RegisteredKeys:
-        """The keys; reads the file if it has changed."""
-        if not self.file.is_saved:
-            return self._keys
-        if self._stamp() != self._file_stamp:
-            self._keys = self.file.read() or self._keys
-            self._file_stamp = self._stamp()
+        """The keys."""
         return self._keys
 
-    def _stamp(self) -> tuple[int, int]:
-        """Identifies the content of the file."""
-        try:
-            status = self.file.path.stat()
-        except OSError:  # there is none
-            return 0, 0
-        return status.st_mtime_ns, status.st_size
+    async def follow_file(self) -> None:
+        """Read the file whenever another program has changed it, until cancelled."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            await self.look()
+
+    async def look(self) -> None:
+        """Read the file if another program has changed it."""
+        known = self._keys
+        if hung_paths():  # a disk that hangs would not answer
+            return
+        with suppress(DiskHung):
+            changed = await on_disk(self.file.path, FILE_SECONDS, self.file.read_changed)
+            if changed is not None and self._keys is known:
+                self._keys = changed
 
     def _write(self, keys: dict[str, str], revoked: dict[str, str], roles: dict[str, str]) -> None:
         """Keep and write these lists; of the roles, those of admitted keys."""
         roles = {key: role for key, role in roles.items() if key in keys}
-        self._keys = RegisteredKeys(keys=keys, revoked=revoked, roles=roles)
-        self.file.write(self._keys.model_dump_json(indent=1))
-        self._file_stamp = self._stamp()
+        self.replace(RegisteredKeys(keys=keys, revoked=revoked, roles=roles))

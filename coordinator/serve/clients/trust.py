@@ -47,12 +47,13 @@ MESSAGE_RULES = {
 
 
 class Trust:
-    """The keys of this home's coordinator and administrators, and the registry of its apps."""
+    """The keys of this home's coordinator and administrators, and the registries of its apps and devices."""
 
     def __init__(self, settings: CoordinatorSettings, home: HomeKey) -> None:
         self.keypair = derive_keypair(home.key_bytes(), "coordinator")
         self.admins = (self.keypair.public, derive_keypair(home.key_bytes(), "admin").public)
         self.apps = KeyRegistry(settings.state_dir / "apps.json")
+        self.devices = KeyRegistry(settings.state_dir / "devices.json", "device")
         self._settings = settings
         self._known: RegisteredKeys | None = None  # those of `_access`
         self._access: Access | None = None

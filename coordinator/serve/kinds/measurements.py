@@ -17,7 +17,9 @@ from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.serve.state import DurableFile
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
+from hearth.platform.disk import FILE_SECONDS, DiskWork
 
+_SAVE_SECONDS = 0.5  # for the disk to take the file, which takes milliseconds: a next plan may wait
 FOLDER = "learnt"  # of the state directory: a file for each graph
 _KEPT_SECONDS = 50  # latencies of the deployed plan: some minutes of use
 # Standard error of a median times the root of the number of values, over their median absolute deviation (normal distribution).
@@ -46,8 +48,9 @@ class Measurements:
 
     def __init__(self, path: Path, spec: GraphSpec, slowdown: Callable[[str], float]) -> None:
         self._file = DurableFile(path, SavedMeasurements.model_validate_json)
-        saved = self._file.read() or SavedMeasurements()
-        self.calibration = Calibration(saved.factors)
+        self._reading = DiskWork(path, self._read)
+        self.calibration = Calibration(Factors())
+        self._reading.ask()
         self._spec = spec
         self._slowdown = slowdown
         self._known_slowdowns: dict[str, float] = {}  # at the latest request, by device id
@@ -56,6 +59,15 @@ class Measurements:
         self._delays: tuple[GraphCluster, list[list[float]]] | None = None
         self._has_changed = False
         self._begin(None)
+
+    async def are_read(self) -> None:
+        """Wait until what earlier runs have learnt is read."""
+        await self._reading.settled(FILE_SECONDS)
+
+    def _read(self) -> bool:
+        if (saved := self._file.read()) is not None:
+            self.calibration = Calibration(saved.factors)
+        return True
 
     # ---- the calibrated problem -----------------------------------------------------------------------------------
 
@@ -132,10 +144,11 @@ class Measurements:
 
     # ---- the file -------------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
+    async def save(self) -> None:
         """Write what has changed. Never fails (`DurableFile`)."""
-        if not self._has_changed:
+        if self._has_changed:
+            self._has_changed = False
+            self._file.write(SavedMeasurements(factors=self.calibration.factors).model_dump_json())
+        else:
             self._file.retry()
-            return
-        self._has_changed = False
-        self._file.write(SavedMeasurements(factors=self.calibration.factors).model_dump_json())
+        await self._file.saved(_SAVE_SECONDS)

@@ -109,6 +109,8 @@ class TiledGraphs:
 
     async def _cluster(self, graph: ServedGraph, devices: Sequence[Device]) -> GraphCluster:
         measured = graph.measurements
+        if measured is not None:
+            await measured.are_read()
         slowdown = self._profiler.slowdown if measured is None else lambda device_id: 1.0
         profiled = await graph_cluster(self._profiler, devices, graph.graph, graph.workload, slowdown, self._taken)
         return profiled if measured is None else measured.calibrated(profiled)

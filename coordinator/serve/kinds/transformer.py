@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -149,16 +149,19 @@ class TransformerKind:
 
     # ---- deployments ----------------------------------------------------------------------------------------------
 
-    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
+    @asynccontextmanager
+    async def weights(self, plan: Plan) -> AsyncIterator[Weights]:
         assert is_transformer_plan(plan)
         manifests = self._services.settings.state_dir / "manifests"
         fleet, profiler = self._services.fleet, self._services.profiler
         ids = {device.device_id for device in plan.devices} & fleet.devices.keys() - self._kernels.keys()
-        known = known_kernels(profiler, [fleet.devices[device_id] for device_id in ids], self.workload)
+        unknown = [fleet.devices[device_id] for device_id in ids]
+        known = await profiler.read(lambda: known_kernels(profiler, unknown, self.workload))
         draft_dir = self.model.draft.directory if self.model.draft is not None else None
-        return shard_weights(
+        async with shard_weights(
             self.model.directory, plan, manifests, self._kernels | known, self._packed_vocabulary, draft_dir
-        )
+        ) as weights:
+            yield weights
 
     def _packed_vocabulary(self) -> bytes | None:
         return self._text_model.packed_vocabulary if self._text_model is not None else None

@@ -312,6 +312,7 @@ class Controller:
                 return cycle.PlanMade(plan, services.fleet.last_epoch)
             case "push" if plan is not None:
                 self._save(plan, plan.epoch)
+                await services.state.file.saved()  # before any device sees the epoch
                 self.plan = plan
                 self.deployment = deployment = self.kind.deployment(plan, self.name)
                 if not state.has_served:

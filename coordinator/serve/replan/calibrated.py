@@ -68,7 +68,7 @@ class CalibratedReplanner:
             while True:
                 await asyncio.sleep(_POLL_SECONDS)
                 if self._clock() >= save_at:
-                    measured.save()
+                    await measured.save()
                     save_at = self._clock() + _SAVE_SECONDS
                 devices = allowed_devices(goal, self._services.fleet.usable())
                 try:
@@ -86,7 +86,7 @@ class CalibratedReplanner:
                     self._services.report(f"the plan stays, because planning with measured times failed: {failure}")
                     await asyncio.sleep(REPLAN_SECONDS)
         finally:
-            measured.save()
+            await measured.save()
 
     def _plan_before_a_bad_change(self, devices: Iterable[NamedDevice], now: Latency | None) -> GraphPlan | None:
         """The plan before the last change, if requests take clearly longer since then."""

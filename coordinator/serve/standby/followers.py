@@ -180,8 +180,6 @@ class Replication:
         try:
             while not self.hand_over.accepted.is_set():
                 num_changes = self.followers.num_changes
-                # Else keys are in memory only, and not in the files.
-                is_saved = all(each.file.is_saved for each in self.keys)
                 state = self.state.load(), *(each.current() for each in self.keys)
                 if state != sent or loop_time() >= scan_at:
                     files = await on_disk(state_dir, FILE_SECONDS, self._files)
@@ -192,14 +190,14 @@ class Replication:
                             while part := await on_disk(state_dir, FILE_SECONDS, next, parts, None):
                                 yield Reply(part[0], [part[1]])
                             stamps[file.path] = file.stamp
-                    sent, scan_at = state, loop_time() + (_SCAN_SECONDS if is_saved else 0.0)
+                    sent, scan_at = state, loop_time() + _SCAN_SECONDS
                 yield Reply(
                     wire.LeaderAlive(
                         name=self.settings.name,
                         is_complete=True,
                         configuration=self.leadership.quorum.current,
                         is_leaving=self.hand_over.is_offered,
-                        receipt=self.followers.receipt(follower, num_changes) if is_saved else 0,
+                        receipt=self.followers.receipt(follower, num_changes),
                     )
                 )
                 await follower.news.wait(_ALIVE_SECONDS)
@@ -208,4 +206,4 @@ class Replication:
             self.followers.leave(follower)
 
     def _files(self) -> list[ReplicaFile]:
-        return replica_files(self.settings.state_dir, self.state.load(), self.model_files())
+        return replica_files(self.settings.state_dir, self.state.load(), self.keys, self.model_files())

@@ -138,6 +138,7 @@ class Leadership:
         leased = dict.fromkeys(sorted(self._fleet.leased()))
         if (configuration := self.quorum.current) is None or not (devices := lacking(self.quorum, leased)):
             return
+        await self._state.file.saved()  # a coordinator that starts again must not know less than its devices
         request = wire.StoreConfiguration(holder=self._fleet.holder, configuration=configuration)
 
         async def store(device_id: str) -> None:

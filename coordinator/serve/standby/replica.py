@@ -20,11 +20,11 @@ from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.sharding import manifest_path
 from coordinator.models.model_files import open_model_file
 from coordinator.plan.graph.request import POLICIES_FOLDER
+from coordinator.serve.clients.key_registry import KeyRegistry, RegisteredKeys
 from coordinator.serve.kinds.measurements import FOLDER as LEARNT
 from coordinator.serve.opening import check_model
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment, SavedState, TransformerGoal
 from hearth.errors import HearthError
-from hearth.files import write_atomically
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import Plan, is_transformer_plan
 from hearth.platform.disk import DaemonThreads
@@ -70,12 +70,17 @@ class ReplicaFile:
 # ---- the leader --------------------------------------------------------------------------------------------------------
 
 
-def replica_files(state_dir: Path, state: SavedState, model_files: Mapping[str, Iterable[Path]]) -> list[ReplicaFile]:
-    """All files of the replica. `model_files`: those of each deployment's model. Files that cannot be read are left out."""
-    files = []
+def replica_files(
+    state_dir: Path, state: SavedState, keys: Iterable[KeyRegistry], model_files: Mapping[str, Iterable[Path]]
+) -> list[ReplicaFile]:
+    """All files of the replica. `model_files`: those of each deployment's model. Files that cannot be read are left out.
+
+    State and keys are those in memory: the disk may not have taken them.
+    """
+    files = [_content(each.file.path.name, each.current().model_dump_json(indent=1).encode()) for each in keys]
     patterns = ("profiles/*.json", f"{LEARNT}/*.json", f"{POLICIES_FOLDER}/*{_SAFETENSORS}")
     folders = [path for pattern in patterns for path in sorted(state_dir.glob(pattern))]
-    for path in (state_dir / "apps.json", state_dir / "devices.json", *folders):
+    for path in folders:
         files += _file(path.relative_to(state_dir).as_posix(), path, whole=True)
     for name, deployment in state.deployments.items():
         folder, goal = f"models/{_plain(name)}", deployment.goal
@@ -181,12 +186,16 @@ def _plain(name: str) -> str:
 
 
 class Replica:
-    """A standby's copy, in the coordinator's state directory. `state` is that of the leader, once it is complete."""
+    """A standby's copy, in the coordinator's state directory. `state` is that of the leader, once it is complete.
+
+    `keys`: those that were received, by the names of their files, for the caller to take.
+    """
 
     def __init__(self, state_dir: Path) -> None:
         self._state_dir = state_dir
         self._receiving: dict[str, Path] = {}
         self.state: SavedState | None = None
+        self.keys: dict[str, RegisteredKeys] = {}
 
     def receive(self, part: ReplicaPart, data: bytes | memoryview) -> None:
         """Store a part. Raises OSError if it cannot be written, ValueError if the state cannot be read."""
@@ -208,8 +217,7 @@ class Replica:
             growing.unlink()
             DaemonThreads().submit(self._check_models, self.state)  # so that taking over does not wait for it
         elif target.name in ("apps.json", "devices.json"):
-            write_atomically(target, growing.read_bytes(), private=True, durable=True)
-            write_atomically(target.with_name(f"{target.name}.bak"), growing.read_bytes(), private=True, durable=True)
+            self.keys[target.name] = RegisteredKeys.model_validate_json(growing.read_bytes())
             growing.unlink()
         else:
             growing.replace(target)

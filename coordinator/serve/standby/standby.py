@@ -22,7 +22,7 @@ import hearth
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.quorum import Quorum
 from coordinator.serve.clients.client_port import ClientPort
-from coordinator.serve.clients.key_registry import KeyRegistry, device_keys
+from coordinator.serve.clients.key_registry import KeyRegistry
 from coordinator.serve.clients.trust import Trust, error_for_app, response_for_app
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.events.file import EVENTS_FILE, EventFile
@@ -69,6 +69,7 @@ class Standby:
         home: HomeKey,
         report: Callable[[str], None],
         trust: Trust,
+        state: StateFile,
         port: ClientPort,
         leaders: Sequence[str],
     ) -> None:
@@ -78,17 +79,16 @@ class Standby:
         self._access = coordinator_access(home)
         self._report = report
         self._leaders = leaders
-        self._state = StateFile(settings.state_dir)
-        self._devices = KeyRegistry(settings.state_dir / "devices.json", "device")
+        self._state = state
         self._fleet = Fleet(
             agent_access(home),
             None,
             settings.interfaces,
             settings.devices,
-            holder=self._state.load().holder,
-            device_keys=device_keys(settings.state_dir),
+            holder=state.load().holder,
+            device_keys=lambda: trust.devices.current().keys,
         )
-        self._quorum = Quorum(secrets.token_hex(8), self._state.load().configuration)
+        self._quorum = Quorum(secrets.token_hex(8), state.load().configuration)
         self._leader_name = ""
         self._leader_endpoint = ""  # where it was heard last
         self._heard_at = 0.0  # loop time of the leader's last sign of life
@@ -229,7 +229,8 @@ class Standby:
         Also ends some time after a part could not be stored: the leader sends everything again to a standby that follows again.
         """
         replica = Replica(self._settings.state_dir)
-        apps, devices = _known_keys(self._trust.apps), _known_keys(self._devices)
+        registries = (self._trust.apps, self._trust.devices)
+        apps, devices = map(_known_keys, registries)
         request = wire.Follow(name=self._settings.name, confirms=True, apps=apps, devices=devices)
         copy_again_at = math.inf  # when to ask for everything again; inf while all that came was stored
         stream = client.stream(request, timeout_seconds=_CONNECT_SECONDS, last=wire.Done)
@@ -243,6 +244,9 @@ class Standby:
                     try:
                         data = payload[0] if payload else b""
                         await on_disk(self._settings.state_dir, FILE_SECONDS, replica.receive, message, data)
+                        for registry in registries:
+                            if (keys := replica.keys.pop(registry.file.path.name, None)) is not None:
+                                registry.replace(keys)
                     except (OSError, ValueError, HearthError) as error:
                         log.warning("%s of the leader's state cannot be stored: %s", message.path, error)
                         copy_again_at = min(copy_again_at, loop_time() + self._copy_pause_seconds)
@@ -252,6 +256,8 @@ class Standby:
                     if loop_time() >= copy_again_at:
                         self._copy_pause_seconds = min(2 * self._copy_pause_seconds, _LAST_COPY_PAUSE_SECONDS)
                         return
+                    if message.receipt and not all([await each.file.saved() for each in registries]):
+                        copy_again_at = min(copy_again_at, loop_time() + self._copy_pause_seconds)
                     if message.receipt and copy_again_at == math.inf and self._is_complete:
                         self._copy_pause_seconds = _FIRST_COPY_PAUSE_SECONDS
                         confirm = wire.Follow(name=self._settings.name, confirmed=message.receipt)
