@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import functools
 import gc
 import inspect
 import os
 import re
+import shutil
+import tempfile
+from collections.abc import Generator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from support import file_calls
 
 if TYPE_CHECKING:
     from support.profiles import MeasuredProfiles
@@ -27,6 +32,13 @@ settings.register_profile("ci", settings.get_profile("quick"), max_examples=60)
 settings.register_profile("nightly", settings.get_profile("quick"), max_examples=200)
 settings.load_profile("ci" if "CI" in os.environ else "quick")
 
+
+# Clients keep the last endpoint of each home that they find.
+os.environ["CACHE_DIRECTORY"] = tempfile.mkdtemp(prefix="hearth-tests-")
+atexit.register(shutil.rmtree, os.environ["CACHE_DIRECTORY"], ignore_errors=True)
+
+_file_calls: list[str] = []  # of coroutines, since the last test
+file_calls.watch(_file_calls.append)
 
 COROUTINE_LIMIT_SECONDS = 120.0  # reached only by tests that hang, also on a busy machine
 
@@ -95,6 +107,14 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
     asyncio.run(run())
     return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Fail a test in which an event loop accesses files."""
+    yield
+    found, _file_calls[:] = "\n".join(dict.fromkeys(_file_calls)), []
+    assert not found, f"on an event loop, files are accessed in threads (`hearth.platform.disk`):\n{found}"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

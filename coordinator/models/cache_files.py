@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from pathlib import Path
 
 from hearth.files import write_atomically
@@ -13,8 +12,7 @@ log = logging.getLogger(__name__)
 
 # Contents that the disk did not take, by path; None: a file that could not be removed. Some KB for each model and device.
 _unwritten: dict[Path, bytes | None] = {}
-_changing = threading.Lock()  # held for a change of it
-_FLUSH_SECONDS = 1.0  # for the disk to take a file, which takes milliseconds; a program that ends may lose it otherwise
+_FLUSH_SECONDS = 5.0  # for the disk to take a file, before a program ends that has measured
 
 
 def read_cached(path: Path) -> bytes:
@@ -32,23 +30,19 @@ def write_cached(path: Path, data: bytes) -> None:
 
     The first failure is logged; the next write tries again.
     """
-    _change(path, data)
+    _unwritten[path] = data
+    _flushing.ask()
 
 
 def remove_cached(path: Path) -> None:
     """Remove a file, if there is one."""
-    _change(path, None)
+    _unwritten[path] = None
+    _flushing.ask()
 
 
 async def flushed() -> None:
     """Wait for a moment until the thread has written."""
     await _flushing.settled(_FLUSH_SECONDS)
-
-
-def _change(path: Path, data: bytes | None) -> None:
-    with _changing:
-        _unwritten[path] = data
-    _flushing.ask()
 
 
 def _flush() -> bool:
@@ -62,9 +56,8 @@ def _flush() -> bool:
             if len(_unwritten) == 1:
                 log.warning("%s cannot be written; it is kept in memory and tried again: %s", path, error)
             return False
-        with _changing:
-            if _unwritten.get(path) is data:
-                del _unwritten[path]
+        if _unwritten.get(path) is data:
+            del _unwritten[path]
     return True
 
 

@@ -83,6 +83,7 @@ class Deployments:
                 state.remove(other)
         for other in [each for each in known if known[each].added and each != name]:
             await self._restore(other, known[other])
+        await state.file.saved()
 
     async def _restore(self, name: str, saved: SavedDeployment) -> HearthError | None:
         """Create a saved deployment. One whose model cannot be read stays saved; returns why, then."""
@@ -129,6 +130,7 @@ class Deployments:
             self._added.add(name)
             if self._runs:
                 self._start(name, controller)
+            await self._services.state.file.saved()
             return name
 
     async def remove(self, name: str) -> str:
@@ -137,6 +139,7 @@ class Deployments:
         # A model that could not be read at the start is saved, but not served.
         if name not in self.controllers and name in state.load().deployments:
             state.remove(name)
+            await state.file.saved()
             return name
         controller = self.named(name)
         name = controller.name
@@ -149,6 +152,7 @@ class Deployments:
             self._failed.pop(name, None)
             state.remove(name)
             self._services.report(f"{name} is served no longer")
+            await state.file.saved()
         return name
 
     def named(self, name: str) -> Controller:

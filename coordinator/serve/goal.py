@@ -53,7 +53,9 @@ class TransformerModel:
 def open_model(goal: Goal) -> TransformerModel | GraphFile:
     """Read the model of a goal, without weights. Raises BadCheckpoint, BadModelFile, BadSetting, UnsupportedOperator, ..."""
     if isinstance(goal, GraphGoal):
-        return read_graph_file(Path(goal.model_file), goal.dims)
+        graph = read_graph_file(Path(goal.model_file), goal.dims)
+        _ = graph.fingerprint  # kept from now on: it reads all weights, in the caller's thread
+        return graph
     return open_transformer(goal)
 
 

@@ -247,13 +247,10 @@ class Service:
         """Carry out a change. One of keys waits until the standbys have it; raises NotServing if one takes over without it."""
         match message:
             case wire.ServeModel():
-                name = await self.deployments.add(goal_from_json(message.goal), message.plan, message.name)
-                await self._state.file.saved()
-                return wire.ModelChanged(deployment=name)
+                goal = goal_from_json(message.goal)
+                return wire.ModelChanged(deployment=await self.deployments.add(goal, message.plan, message.name))
             case wire.StopModel():
-                name = await self.deployments.remove(message.name)
-                await self._state.file.saved()
-                return wire.ModelChanged(deployment=name)
+                return wire.ModelChanged(deployment=await self.deployments.remove(message.name))
             case wire.AddApp():
                 self._trust.apps.add(message.name, message.public_key, message.role)
                 self._port.change_access()

@@ -280,9 +280,9 @@ class DurableFile(Generic[_T]):
         """Try again to write what could not be written."""
         self._writing.retry()
 
-    async def saved(self, seconds: float = _SAVE_SECONDS) -> bool:
-        """Wait for the disk to take the newest content, at most for some seconds; returns whether it has."""
-        await self._writing.settled(seconds)
+    async def saved(self) -> bool:
+        """Wait for the disk to take the newest content, for a moment; returns whether it has."""
+        await self._writing.settled(_SAVE_SECONDS)
         return self.is_saved
 
     def _write(self) -> bool:

@@ -124,7 +124,7 @@ class DiskWork:
     async def settled(self, seconds: float) -> None:
         """Wait until it has succeeded or failed, at most for some seconds, and only once for an attempt that takes longer."""
         attempt = self._attempt
-        if attempt is not None and attempt is not self._late:
+        if attempt is not None and attempt is not self._late and not attempt.done():
             await asyncio.wait({attempt}, timeout=seconds)
             self._late = None if attempt.done() else attempt
 

@@ -473,6 +473,9 @@ class _Telemetry:
     def free_memory_bytes(self) -> int:
         return 8 << 30
 
+    def read_disk(self) -> None:
+        pass
+
     def read(self, now: float, idle: bool = False) -> wire.Telemetry:
         process = CURRENT_PROCESS.get()
         return _telemetry(process.host.name, process.host.disk.free_bytes())

@@ -20,6 +20,7 @@ from hearth.wire import messages as wire
 log = logging.getLogger(__name__)
 
 _SAVE_SECONDS = 2.0  # interval of writes; what happened since the last one is lost if the coordinator is killed
+_LAST_SAVE_SECONDS = 3.0  # for the last save, when the program ends
 _MAX_UNSAVED = 5000  # events that wait for a disk that fails; the oldest are dropped
 # Left out at each start: numbers that clients may have seen, and that were not saved, must not be used again.
 _SKIPPED_NUMBERS = 1_000_000
@@ -130,8 +131,8 @@ class EventStream:
                 await asyncio.sleep(_SAVE_SECONDS)
                 await self._save()
         finally:
-            if self._unsaved and not hung_paths():  # a write to a disk that hangs would not return
-                self._saved(self._append(self._unsaved))
+            if not hung_paths():
+                await self._save(_LAST_SAVE_SECONDS)
 
     async def watch(self, request: wire.WatchEvents) -> AsyncGenerator[wire.EventsRecorded | wire.Done, None]:
         """Answer a request. Raises BadRequest for a kind that there is not."""
@@ -189,12 +190,12 @@ class EventStream:
 
     # ---- the file -------------------------------------------------------------------------------------------------
 
-    async def _save(self) -> None:
+    async def _save(self, seconds: float = FILE_SECONDS) -> None:
         if not (events := self._unsaved):
             return
         self._unsaved = []
         try:
-            error = await on_disk(self._file.path, FILE_SECONDS, self._append, events)
+            error = await on_disk(self._file.path, seconds, self._append, events)
         except DiskHung as hung:
             error = hung
         if error is not None:

@@ -19,7 +19,6 @@ from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
 from hearth.platform.disk import FILE_SECONDS, DiskWork
 
-_SAVE_SECONDS = 0.5  # for the disk to take the file, which takes milliseconds: a next plan may wait
 FOLDER = "learnt"  # of the state directory: a file for each graph
 _KEPT_SECONDS = 50  # latencies of the deployed plan: some minutes of use
 # Standard error of a median times the root of the number of values, over their median absolute deviation (normal distribution).
@@ -151,4 +150,4 @@ class Measurements:
             self._file.write(SavedMeasurements(factors=self.calibration.factors).model_dump_json())
         else:
             self._file.retry()
-        await self._file.saved(_SAVE_SECONDS)
+        await self._file.saved()

@@ -15,15 +15,15 @@ def configuration(number: int, leader: str = "l") -> Configuration:
     return Configuration(number=number, leader=leader, voters=("a", "b"), tie_breaker="a")
 
 
-def test_later_configuration_is_kept_over_a_restart(tmp_path: Path) -> None:
+async def test_later_configuration_is_kept_over_a_restart(tmp_path: Path) -> None:
     stored = StoredConfiguration(tmp_path)
     assert stored.current is None
     for number in (3, 5):
-        stored.store(configuration(number))
-    stored.store(configuration(5))
+        await stored.store(configuration(number))
+    await stored.store(configuration(5))
     for refused in (configuration(4), configuration(5, leader="other")):
         with pytest.raises(BadRequest, match="not later"):
-            stored.store(refused)
+            await stored.store(refused)
     assert StoredConfiguration(tmp_path).current == configuration(5)
 
 
@@ -32,19 +32,21 @@ def test_damaged_file_is_no_vote(tmp_path: Path) -> None:
     assert StoredConfiguration(tmp_path).current is None
 
 
-def test_configuration_that_cannot_be_written_holds_and_is_tried_again(
+async def test_configuration_that_cannot_be_written_holds_and_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def disk_full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     stored = StoredConfiguration(tmp_path)
-    stored.store(configuration(1))
+    await stored.store(configuration(1))
     with monkeypatch.context() as patched:
         patched.setattr("agent.daemon.configuration.write_atomically", disk_full)
-        stored.store(configuration(2))
+        await stored.store(configuration(2))
         stored.retry()
+        await stored.settled()
         assert stored.current == configuration(2)
         assert StoredConfiguration(tmp_path).current is None
     stored.retry()
+    await stored.settled()
     assert StoredConfiguration(tmp_path).current == configuration(2)

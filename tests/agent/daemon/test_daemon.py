@@ -19,6 +19,7 @@ pytest.importorskip("psutil")
 
 from agent.daemon import daemon as daemon_module
 from agent.daemon.config import AgentSettings
+from agent.daemon.configuration import StoredConfiguration
 from agent.daemon.daemon import AgentDaemon
 from agent.daemon.lease import Lease
 from agent.daemon.spawner import Spawner
@@ -55,6 +56,9 @@ class SlowStore:
         return 0
 
     def pin(self, deployment: str, hashes: Iterable[str]) -> None:
+        pass
+
+    def note_use(self, hashes: Iterable[str]) -> None:
         pass
 
     def unpin(self, deployment: str) -> None:
@@ -99,7 +103,7 @@ class Agent:
         self.store = SlowStore(folder)
         telemetry = SimpleNamespace(read=lambda now: ready_device("a").telemetry, has_room=lambda num_bytes: True)
         telemetry.free_memory_bytes = lambda: 1000
-        parts: list[Any] = [SimpleNamespace(), self.store, telemetry, SimpleNamespace(), None]
+        parts: list[Any] = [SimpleNamespace(), self.store, StoredConfiguration(folder), telemetry, SimpleNamespace(), None]
         self.daemon = AgentDaemon(settings, *parts, coordinator_public_key="c")
 
     async def ask(self, message: wire.Message, is_connected: Callable[[], bool] = lambda: True) -> Response:

@@ -55,7 +55,7 @@ def test_last_deployed_chunks_survive_restart_and_eviction(tmp_path: Path) -> No
     store.put(*other)
     os.utime(store.path_of(deployed[0]), (1, 1))
     os.utime(store.path_of(other[0]), (2, 2))
-    store.pin("default", [deployed[0]])
+    store.note_use([deployed[0]])
     assert store.path_of(deployed[0]).stat().st_mtime == 1, "deploying rewrites nothing"
     again = ShardStore(tmp_path, 250, "d")
     again.put(*new)
@@ -70,11 +70,11 @@ def test_last_deployed_chunks_stay_the_newest_if_the_clock_jumps(
     before, deployed, new = (chunk(i) for i in range(3))
     store.put(*before)
     store.put(*deployed)
-    store.pin("default", [before[0]])
+    store.note_use([before[0]])
     now_ns = time.time_ns() + year_seconds * 10**9
     monkeypatch.setattr(time, "time_ns", lambda: now_ns)
     store = ShardStore(tmp_path, 250, "d")
-    store.pin("default", [deployed[0]])
+    store.note_use([deployed[0]])
     again = ShardStore(tmp_path, 250, "d")
     again.put(*new)
     assert again.missing([before[0], deployed[0], new[0]]) == (before[0],)
@@ -298,7 +298,7 @@ def test_read_only_store_is_read_and_says_why_it_takes_no_chunk(disk: Path) -> N
     again = ShardStore(disk / "store", 10_000, "kitchen")
     for each in (store, again):
         assert each.verify([chunk(1)[0]]) == ()
-        each.pin("default", [chunk(1)[0]])
+        each.note_use([chunk(1)[0]])
         with pytest.raises(errors.StoreFailed, match="kitchen cannot be used: Read-only file system"):
             each.put(*chunk(2))
         with pytest.raises(errors.StoreFailed):

@@ -31,15 +31,22 @@ ADMIN = Caller(derive_keypair(HOME.key_bytes(), "admin").public)
 QUESTION = wire.GetModelInfo(request_id="1", timeout_seconds=1.0)
 
 
-def service_in(folder: Path, end_requests: Any = None) -> Service:
-    """A service that does not run; its only controller answers `QUESTION` with `Done`. `end_requests`: of its port."""
+def service_in(
+    folder: Path, end_requests: Any = None, configuration: wire.Configuration | None = None
+) -> Service:
+    """A service that does not run; its only controller answers `QUESTION` with `Done`. `end_requests`: of its port.
+
+    `configuration`: of voters, as of a standby that followed the run before.
+    """
 
     async def answer(message: wire.Message, payload: object) -> wire.Message:
         return wire.Done()
 
     settings = CoordinatorSettings(state_dir=folder, advertise=False)
+    state = StateFile(folder)
+    state.save_configuration(configuration)
     port = cast(Any, SimpleNamespace(change_access=lambda: None, end_requests=end_requests))
-    service = Service(settings, HOME, lambda line: None, lambda *_: None, Trust(settings, HOME), port)
+    service = Service(settings, HOME, lambda line: None, lambda *_: None, Trust(settings, HOME), state, port)
     service.deployments.controllers["default"] = cast(
         Any,
         SimpleNamespace(
@@ -54,8 +61,7 @@ def service_in(folder: Path, end_requests: Any = None) -> Service:
 async def test_requests_are_refused_at_once_while_the_standby_may_lead(tmp_path: Path) -> None:
     """Clients would wait here for their answer, and could get it from the other coordinator."""
     configuration = wire.Configuration(number=3, leader="the run before", voters=("a",), tie_breaker="a")
-    StateFile(tmp_path).save_configuration(configuration)
-    service = service_in(tmp_path)
+    service = service_in(tmp_path, configuration=configuration)
     readiness = await service.handle(ADMIN, wire.GetReadiness(request_id="2", timeout_seconds=1.0), ())
     assert isinstance(readiness, wire.Readiness)
     with pytest.raises(NotServing, match="asks most devices for their leases"):
@@ -94,6 +100,7 @@ async def test_standby_that_led_before_brings_its_changes_of_keys(tmp_path: Path
     )
     await service.handle(ADMIN, follow, ())
     assert ended == [lamp]
+    assert all([await each.file.saved() for each in (service._trust.apps, service._trust.devices)])
     for name, admitted, revoked in (("apps", [radio], [lamp]), ("devices", [], [attic])):
         known = KeyRegistry(tmp_path / f"{name}.json").current()
         assert (list(known.keys), list(known.revoked)) == (admitted, revoked)
@@ -110,10 +117,8 @@ async def test_change_of_keys_says_why_it_may_be_lost(
             raise OSError(28, "No space left on device")
         write_atomically(path, content, **options)
 
-    if has_standby:  # one that followed the run before
-        configuration = wire.Configuration(number=3, leader="the run before", voters=("a",), tie_breaker="a")
-        StateFile(tmp_path).save_configuration(configuration)
-    service = service_in(tmp_path)
+    configuration = wire.Configuration(number=3, leader="the run before", voters=("a",), tie_breaker="a")
+    service = service_in(tmp_path, configuration=configuration if has_standby else None)
     monkeypatch.setattr(state_module, "write_atomically", write)
     request = wire.AddApp(request_id="5", timeout_seconds=1.0, name="lamp", public_key=new_keypair().public)
     answer = await service.handle(ADMIN, request, ())

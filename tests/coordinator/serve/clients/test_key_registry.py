@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
+from support.waiting import until
 
+from coordinator.serve.clients import key_registry as module
 from coordinator.serve.clients.key_registry import KeyRegistry, RegisteredKeys
 from hearth.errors import BadRequest
+from hearth.platform.asyncio_tools import cancel_all
 
 
 def test_apps_are_admitted_revoked_and_persisted(tmp_path: Path) -> None:
@@ -79,21 +83,33 @@ def test_keys_of_another_coordinator_are_merged(tmp_path: Path) -> None:
     assert apps.merge(RegisteredKeys(keys=theirs, revoked={"k1": "lamp"})) == RegisteredKeys()
 
 
-def test_file_changes_take_effect_at_the_next_request(tmp_path: Path) -> None:
+async def test_changes_by_another_program_take_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.01)
     first, second = (KeyRegistry(tmp_path / "apps.json") for _ in range(2))
+    following = asyncio.create_task(second.follow_file())
     first.add("lamp", "k1")
-    assert "k1" in second.current().keys
+    await until("the key", lambda: "k1" in second.current().keys)
     first.revoke("lamp")
-    assert "k1" not in second.current().keys
+    await until("the revocation", lambda: "k1" not in second.current().keys)
+    second.add("door", "k2")
+    assert second.current().keys == {"k2": "door"}  # at once, and it stays although the disk has it later
+    assert await second.file.saved()
+    await second.look()
+    assert second.current() == KeyRegistry(tmp_path / "apps.json").current()
+    assert second.current() == RegisteredKeys(keys={"k2": "door"}, revoked={"k1": "lamp"})
+    await cancel_all([following])
 
 
-def test_damaged_list_is_replaced_by_its_second_copy(tmp_path: Path) -> None:
+async def test_damaged_list_is_replaced_by_its_second_copy(tmp_path: Path) -> None:
     apps = KeyRegistry(tmp_path / "apps.json")
     apps.add("lamp", "k1")
+    assert await apps.file.saved()
     (tmp_path / "apps.json").write_text("{")
+    await apps.look()
     assert apps.current() == KeyRegistry(tmp_path / "apps.json").current() == RegisteredKeys(keys={"k1": "lamp"})
     for name in ("apps.json", "apps.json.bak"):
         (tmp_path / name).write_text("{")
+    await apps.look()
     assert apps.current() == RegisteredKeys(keys={"k1": "lamp"})  # the last list stays in force
 
 

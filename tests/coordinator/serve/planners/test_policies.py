@@ -87,7 +87,7 @@ def test_a_standby_that_takes_over_uses_the_policy_that_has_learnt(
     path.write_bytes(policy_bytes(SHIPPED, {}))
     assert used_policy(own, monkeypatch) is None
     replica = Replica(tmp_path / "standby")
-    for file in replica_files(tmp_path / "leader", SavedState(), {}):
+    for file in replica_files(tmp_path / "leader", SavedState(), (), {}):
         for part, data in file.parts():
             replica.receive(part, data)
     used = used_policy(own, monkeypatch)

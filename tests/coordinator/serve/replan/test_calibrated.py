@@ -64,9 +64,11 @@ async def ask(home: ServedController, count: int = 1) -> None:
         await home.kind.infer(Infer(names=("image",)), pack_array(np.zeros((1, 3, 16, 16), np.float32)))
 
 
-def saved(folder: Path) -> Measurements:
+async def saved(folder: Path) -> Measurements:
     (path,) = (folder / "state" / FOLDER).glob("*.json")
-    return Measurements(path, SPEC, lambda device: 1.0)
+    measured = Measurements(path, SPEC, lambda device: 1.0)
+    await measured.are_read()
+    return measured
 
 
 async def test_device_that_is_slower_than_profiled_gets_less_work(tmp_path: Path, graph: GraphFile) -> None:
@@ -78,7 +80,7 @@ async def test_device_that_is_slower_than_profiled_gets_less_work(tmp_path: Path
         await ask(home, 15)
         await home.until(lambda: home.count_lines("the new plan is kept"))
         assert home.controller.requests.num_failed == 0
-    factors = saved(tmp_path).calibration.device_factors()
+    factors = (await saved(tmp_path)).calibration.device_factors()
     assert factors["a"] == pytest.approx(3.0, rel=0.05)
     # After a restart, the first plan knows the slow device.
     async with measured_home(tmp_path, graph, slow="a") as home:

@@ -27,12 +27,14 @@ def copied(
     leader: Path, state: SavedState, files: list[Path], standby: Path, absent: Sequence[Path] = ()
 ) -> SavedState:
     """The leader's state as its standby stores it. `absent`: files that the standby's computer does not have."""
-    parts = [each for file in replica_files(leader, state, {"default": files}) for each in file.parts()]
+    keys = [KeyRegistry(leader / "apps.json")]
+    parts = [each for file in replica_files(leader, state, keys, {"default": files}) for each in file.parts()]
     for path in absent:
         path.unlink()
     replica = Replica(standby)
     for part, data in parts:
         replica.receive(part, data)
+    assert replica.keys == {"apps.json": keys[0].current()}
     assert replica.state is not None
     return replica.state
 
@@ -55,7 +57,6 @@ async def test_standby_opens_and_plans_the_model_without_its_weights(tmp_path: P
     there = copied(leader, state, transformer_files(model.directory), standby, [tmp_path / "model"])
 
     assert (there.last_epoch, there.holder) == (7, "")
-    assert KeyRegistry(standby / "apps.json").current().keys == {"k1": "lamp"}
     copy = open_transformer(there.deployments["default"].goal)  # type: ignore[arg-type]
     assert copy.spec == model.spec
     assert copy.directory.is_relative_to(standby)

@@ -22,6 +22,7 @@ from coordinator.serve.clients.trust import Trust
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.standby import standby as module
 from coordinator.serve.standby.standby import Standby
+from coordinator.serve.state import StateFile
 from hearth.errors import NotServing
 from hearth.platform import discovery
 from hearth.platform.asyncio_tools import cancel_all
@@ -37,7 +38,7 @@ async def standby_of(home: HomeKey, folder: Path, leaders: Sequence[str] = ()) -
     settings = CoordinatorSettings(state_dir=folder, name="attic", port=0, bind_host="127.0.0.1")
     trust = Trust(settings, home)
     async with client_port(settings, trust) as port:
-        yield Standby(settings, home, lambda line: None, trust, port, leaders)
+        yield Standby(settings, home, lambda line: None, trust, StateFile(folder), port, leaders)
 
 
 @asynccontextmanager
