@@ -114,7 +114,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     """Fail a test in which an event loop accesses files."""
     yield
     found, _file_calls[:] = "\n".join(dict.fromkeys(_file_calls)), []
-    assert not found, f"on an event loop, files are accessed in threads (`hearth.platform.disk`):\n{found}"
+    assert not found, f"{file_calls.MARK}\n{found}"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+MARK = "on an event loop, files are accessed in threads (`hearth.platform.disk`):"
 _ROOT = str(Path(__file__).parents[2]) + os.sep
 # Events of Python's audit, and functions of `os` that have none.
 _EVENTS = {
@@ -27,7 +28,8 @@ _COROUTINE = inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 # ---- what may access files on a loop ---------------------------------------------------------------------------------------
 
-_NO_DISKS = ("/proc/", "/sys/", "/dev/")  # the kernel answers
+# The kernel answers, or the page cache, as for the program itself.
+_NO_DISKS = ("/proc/", "/sys/", "/dev/null", "/etc/machine-id")
 _EXEMPT = {
     "<frozen importlib": "an import reads a program's own files: on a disk that hangs, no program goes on",
     "/linecache.py": "the lines of a traceback that is logged, as above",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from support import file_calls
 from support.profiles import MeasuredProfiles
 from support.waiting import WAIT_LIMIT_SECONDS, wait_for
 
@@ -24,6 +25,7 @@ from hearth.platform.security import Credential, new_home_key, save_credential
 LOOPBACK = "127.0.0.1"
 # Tests set the number of devices that a plan waits for; no others appear.
 _SETTLE_SECONDS = "0.2"
+_IN_PROCESSES = Path(__file__).parent / "in_processes"
 
 
 class TestHome:
@@ -58,6 +60,8 @@ class TestHome:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        logs = "".join(self.log(name) for name in self._processes)
+        assert file_calls.MARK not in logs, logs
 
     def start_agent(self, name: str, *options: str) -> None:
         with load_identity(self.folder / name / "state") as identity:  # made here, as its profile must be there first
@@ -126,11 +130,15 @@ class TestHome:
         self, *arguments: str, said: str = "", name: str = "coordinator", check: bool = False
     ) -> subprocess.CompletedProcess[str]:
         """Run a command of `hearth` against the running coordinator. `said`: its standard input."""
-        connection = () if arguments[0] == "serve" else ("--address", f"{LOOPBACK}:{self.port(name)}")
         return subprocess.run(
-            [str(Path(sys.executable).parent / "hearth"), *arguments, "--key", str(self.key), *connection],
+            self.command(*arguments, name=name),
             input=said, capture_output=True, text=True, timeout=WAIT_LIMIT_SECONDS, check=check,
         )  # fmt: skip
+
+    def command(self, *arguments: str, name: str = "coordinator") -> list[str]:
+        """A command of `hearth` against the running coordinator."""
+        connection = () if arguments[0] == "serve" else ("--address", f"{LOOPBACK}:{self.port(name)}")
+        return [str(Path(sys.executable).parent / "hearth"), *arguments, "--key", str(self.key), *connection]
 
     @contextmanager
     def serving(self, names: Iterable[str], *options: str, model: Path | bool = True) -> Iterator[Home]:
@@ -207,7 +215,8 @@ class TestHome:
 
     def _start(self, name: str, program: str, *arguments: str) -> None:
         command = [str(Path(sys.executable).parent / program), *arguments]
-        environ = {"HEARTH_COORDINATOR_SETTLE_SECONDS": _SETTLE_SECONDS, **os.environ}
+        watched = os.pathsep.join(filter(None, [str(_IN_PROCESSES), os.environ.get("PYTHONPATH")]))
+        environ = {"HEARTH_COORDINATOR_SETTLE_SECONDS": _SETTLE_SECONDS, **os.environ, "PYTHONPATH": watched}
         with (self.folder / f"{name}.log").open("ab") as log:
             self._began[name] = log.tell()
             self._processes[name] = subprocess.Popen(

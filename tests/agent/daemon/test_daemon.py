@@ -103,7 +103,14 @@ class Agent:
         self.store = SlowStore(folder)
         telemetry = SimpleNamespace(read=lambda now: ready_device("a").telemetry, has_room=lambda num_bytes: True)
         telemetry.free_memory_bytes = lambda: 1000
-        parts: list[Any] = [SimpleNamespace(), self.store, StoredConfiguration(folder), telemetry, SimpleNamespace(), None]
+        parts: list[Any] = [
+            SimpleNamespace(),
+            self.store,
+            StoredConfiguration(folder),
+            telemetry,
+            SimpleNamespace(),
+            None,
+        ]
         self.daemon = AgentDaemon(settings, *parts, coordinator_public_key="c")
 
     async def ask(self, message: wire.Message, is_connected: Callable[[], bool] = lambda: True) -> Response:

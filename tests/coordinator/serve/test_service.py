@@ -31,9 +31,7 @@ ADMIN = Caller(derive_keypair(HOME.key_bytes(), "admin").public)
 QUESTION = wire.GetModelInfo(request_id="1", timeout_seconds=1.0)
 
 
-def service_in(
-    folder: Path, end_requests: Any = None, configuration: wire.Configuration | None = None
-) -> Service:
+def service_in(folder: Path, end_requests: Any = None, configuration: wire.Configuration | None = None) -> Service:
     """A service that does not run; its only controller answers `QUESTION` with `Done`. `end_requests`: of its port.
 
     `configuration`: of voters, as of a standby that followed the run before.

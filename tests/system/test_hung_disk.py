@@ -1,0 +1,109 @@
+"""Disks that hang under a home of real processes: a file system that is frozen holds everything that writes to it."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.clients import Clients
+from support.frozen_disk import frozen_disk
+from support.graphs import save_two_branch_model
+from support.home import LOOPBACK, home_of
+from support.models import save_random_model, small_bert
+from support.waiting import wait_for
+
+pytest.importorskip("torch", reason="torch has no wheel for this Python here")
+
+from hearth.client.sync import Home
+from hearth.errors import AppRevoked
+from hearth.platform.security import parse_credential
+
+pytestmark = [pytest.mark.processes, pytest.mark.alone]
+
+LONGEST_PAUSE_SECONDS = 0.5
+TOKENS = list(range(5, 25))
+
+
+def ask(home: Home) -> None:
+    assert np.isfinite(home.hidden_states(TOKENS)).all()
+
+
+def longest_pause(clients: Clients) -> float:
+    """Between two answers to the same client."""
+    return max(after[1] - before[1] for calls in clients.calls for before, after in itertools.pairwise(calls))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_random_model(tmp_path_factory.mktemp("model") / "bert", small_bert())
+
+
+def test_coordinator_serves_while_its_disk_hangs(tmp_path: Path, model: Path) -> None:
+    """Changes of keys and models are in force at once, and on the disk once it answers."""
+    folder = tmp_path / "home"
+    with (
+        frozen_disk(folder / "coordinator", tmp_path / "image") as disk,
+        home_of("ab", folder, model, None, "--strategy", "hmp") as home,
+    ):
+        home.ready().close()
+        lamp = home.run("key", "add-app", "lamp", check=True).stdout.strip()
+        home.run("key", "add-device", "cellar", check=True)
+        detector = str(save_two_branch_model(tmp_path / "detector.onnx", channels=8, size=48, depth=2))
+        add = ("serve", detector, "--state-dir", str(disk.folder))
+        with home.connect(parse_credential(lamp, "lamp")) as app, Clients(home, [ask, ask]) as clients:
+            clients.wait_for_answers()
+            ask(app)
+            with disk.frozen():
+                for change in (
+                    ("add-app", "radio"),
+                    ("revoke", "lamp"),
+                    ("add-device", "attic"),
+                    ("revoke-device", "cellar"),
+                ):
+                    ended = home.run("key", *change)
+                    assert ended.returncode == 0, ended.stderr
+                    assert "warning: the disk of coordinator cannot be written" in ended.stderr
+                with pytest.raises(AppRevoked):
+                    ask(app)
+                adding = subprocess.Popen(home.command(*add))
+                time.sleep(3.0)
+                clients.wait_for_answers()
+            assert adding.wait(120) == 0
+            with disk.frozen():
+                home.run("stop", "detector", check=True)
+                clients.wait_for_answers()
+        assert longest_pause(clients) <= LONGEST_PAUSE_SECONDS
+        for name, admitted, revoked in (("apps", "radio", "lamp"), ("devices", "attic", "cellar")):
+            file = disk.folder / f"{name}.json"
+            wait_for("the change on the disk", lambda file=file, name=admitted: name in file.read_text())
+            assert revoked in file.read_text().partition("revoked")[2]
+        wait_for("the model off the disk", lambda: "detector" not in (disk.folder / "serving.json").read_text())
+
+
+def test_agent_works_while_its_disk_hangs(tmp_path: Path, model: Path) -> None:
+    """A standby joins meanwhile, so that the agent is asked to store which devices vote."""
+    folder = tmp_path / "home"
+    with (
+        frozen_disk(folder / "a", tmp_path / "image") as disk,
+        home_of("ab", folder, model, None, "--strategy", "hmp") as home,
+    ):
+        home.ready().close()
+        stored = disk.folder / "state" / "configuration.json"
+        with Clients(home, [ask, ask]) as clients:
+            clients.wait_for_answers()
+            with disk.frozen():
+                leader = f"{LOOPBACK}:{home.port('coordinator')}"
+                home.start_coordinator("--standby", "--leader", leader, model=False, name="standby")
+                wait_for("the standby", lambda: "the standby of coordinator\n" in home.log("standby"))
+                voters = folder / "b" / "state" / "configuration.json"
+                wait_for("the configuration on the other agent", voters.exists)
+                time.sleep(3.0)  # longer than a lease
+                clients.wait_for_answers()
+                assert not stored.exists()
+            wait_for("the configuration", stored.exists)
+            clients.wait_for_answers()
+        assert longest_pause(clients) <= LONGEST_PAUSE_SECONDS
