@@ -7,6 +7,7 @@ has no vote until a coordinator stores a configuration again.
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from pathlib import Path
 
 from hearth.errors import BadRequest, DiskHung
@@ -16,7 +17,7 @@ from hearth.wire.messages import Configuration
 
 log = logging.getLogger(__name__)
 
-_STORE_SECONDS = 5.0  # for the disk to take a configuration; a coordinator waits for 1 s, and asks again
+STORE_SECONDS = 5.0  # for the disk to take a configuration; a coordinator waits for 1 s, and asks again
 
 
 class StoredConfiguration:
@@ -25,8 +26,8 @@ class StoredConfiguration:
     def __init__(self, state_dir: Path) -> None:
         self._path = state_dir / "configuration.json"
         self.current: Configuration | None = None
-        self._tried: Configuration | None = None  # the last one that the disk has refused
-        self._writing = DiskWork(self._path, self._write)
+        self._refused: Configuration | None = None  # by the disk
+        self.writing = DiskWork(self._path, self._write)
         try:
             self.current = Configuration.model_validate_json(self._path.read_bytes())
         except FileNotFoundError:
@@ -37,43 +38,27 @@ class StoredConfiguration:
     async def store(self, configuration: Configuration) -> None:
         """Store a configuration. Raises BadRequest if there is a later one, or another one with the same number.
 
-        If it cannot be written, it holds until this agent ends, and `retry` tries again; an older file is removed, so that
-        no older vote is cast. Raises DiskHung while the disk has done neither.
+        If it cannot be written, it holds until this agent ends, and `writing.retry` tries again; an older file is removed, so
+        that no older vote is cast. Raises DiskHung while the disk has done neither.
         """
         if configuration != self.current:
             if self.current is not None and configuration.number <= self.current.number:
                 reason = f"the configuration {configuration.number} is not later than {self.current.number}"
                 raise BadRequest(reason=reason)
             self.current = configuration
-            self._writing.ask()
-        await self.settled()
-        if not self._writing.is_done and configuration != self._tried:
-            raise DiskHung(path=str(self._path), seconds=_STORE_SECONDS)
+            self.writing.ask()
+        await self.writing.settled(STORE_SECONDS)
+        if not self.writing.is_done and configuration != self._refused:
+            raise DiskHung(path=str(self._path), seconds=STORE_SECONDS)
 
-    def retry(self) -> None:
-        """Try again to write what could not be written."""
-        self._writing.retry()
-
-    async def settled(self) -> None:
-        """Wait for the disk to take or refuse the newest configuration, for a moment."""
-        await self._writing.settled(_STORE_SECONDS)
-
-    def _write(self) -> bool:
+    def _write(self) -> None:
         configuration = self.current
         assert configuration is not None
         try:
             write_atomically(self._path, configuration.model_dump_json(), private=True, durable=True)
-        except OSError as error:
-            if configuration == self._tried:
-                return False
-            log.warning("%s cannot be written; it is tried again: %s", self._path, error)
-            try:
+        except OSError:
+            # If that fails, too, on a read-only disk, an older vote counts after a restart, as that of a device that was away.
+            with suppress(OSError):
                 self._path.unlink(missing_ok=True)
-            except OSError:
-                # A read-only disk: after a restart, an older vote counts, as that of a device that was away.
-                log.warning("%s cannot be removed", self._path)
-            self._tried = configuration
-            return False
-        if configuration == self._tried:
-            log.warning("%s is written again", self._path)
-        return True
+            self._refused = configuration
+            raise

@@ -19,7 +19,7 @@ import zmq.asyncio
 
 import hearth
 from agent.daemon.config import AgentSettings
-from agent.daemon.configuration import StoredConfiguration
+from agent.daemon.configuration import STORE_SECONDS, StoredConfiguration
 from agent.daemon.identity import Identity
 from agent.daemon.lease import Lease, acquire_lease, keeps_worker, require_lease
 from agent.daemon.links import LinkServer, fetch_chunks, measure_link
@@ -194,7 +194,7 @@ class AgentDaemon:
         """
         while True:
             await asyncio.sleep(LEASE_CHECK_SECONDS)
-            self._configuration.retry()
+            self._configuration.writing.retry()
             if self._lease is not None and self._lease.is_abandoned(loop_time()):
                 log.info("no coordinator has taken over the workers of %s", self._lease.holder_name)
                 await self._end_lease()
@@ -204,10 +204,9 @@ class AgentDaemon:
     async def close(self) -> None:
         """Stop all workers; none starts any more, also for a request that is being handled."""
         self._closing = True
-        self._configuration.retry()
-        await asyncio.gather(
-            self._configuration.settled(), *map(self._stop_worker, list(self._workers)), *self._stopping
-        )
+        self._configuration.writing.retry()
+        await self._configuration.writing.settled(STORE_SECONDS)
+        await asyncio.gather(*map(self._stop_worker, list(self._workers)), *self._stopping)
         await self.spawner.close()
 
     def _hello(self, message: wire.Hello) -> wire.Message:
@@ -333,13 +332,10 @@ class AgentDaemon:
         )
 
     async def _read_telemetry(self) -> wire.Telemetry:
-        def read_disk() -> int:
-            self._telemetry.read_disk()
-            return self._store.room_bytes()
-
         room_bytes: int | None = None
         with suppress(OSError, StoreFailed):  # the disk fails: the next access to a chunk says so
-            room_bytes = await self._on_disk(_ROOM_SECONDS, read_disk)
+            await self._on_disk(_ROOM_SECONDS, self._telemetry.read_disk)
+            room_bytes = await self._on_disk(_ROOM_SECONDS, self._store.room_bytes)
         telemetry = self._telemetry.read(time.time(), idle=not self._workers and not self._stopping)
         if telemetry.compute_device == "cpu" and not self._telemetry.budget_is_limit:
             held = {deployment: worker.resident_bytes for deployment, worker in self._workers.items()}

@@ -27,7 +27,6 @@ class TelemetryReader:
         self._gpu = gpu
         self._root = root
         self._cpu_model = cpu_model(root)
-        self._host_id = host_id(root)
         self.read_disk()
         self._num_cores = psutil.cpu_count(logical=False) or psutil.cpu_count() or 1
         known_ports = settings.data_ports != (0, 0)  # to workers at any port, others connect without a limit
@@ -47,7 +46,7 @@ class TelemetryReader:
         if self._gpu.compute_device == "cuda" and gpu is not None and gpu.kind == "cuda":
             budget_total, budget_available = gpu.memory_total_bytes, gpu.memory_free_bytes
         return Telemetry(
-            host_id=self._host_id,
+            host_id=host_id(self._root),
             cpu_model=self._cpu_model[:256],
             num_cores=self._num_cores,
             load_1min=psutil.getloadavg()[0],

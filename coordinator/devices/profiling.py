@@ -122,11 +122,10 @@ class Profiler:
 
     async def _cached_or_measured(self, device: Device, workload: Workload[R]) -> R:
         workload.check(device)
-        if (cached := await self.read(lambda: self._cache.result(device, workload))) is not None:
+        cache = self._cache
+        if (cached := await self.read(lambda: cache.result(device, workload))) is not None:
             return cached
-        if self._uses_provisional and (
-            found := await self.read(partial(self._cache.result_of_equals, device, workload))
-        ):
+        if self._uses_provisional and (found := await self.read(lambda: cache.result_of_equals(device, workload))):
             self._report(f"{device.name} has the profile of an equal device until it is measured")
             self._provisional.add(self._cache.result_path(device, workload))
             return found

@@ -212,7 +212,9 @@ class OwnTls:
         while True:
             await asyncio.sleep(interval_seconds)
             try:
-                made = await on_disk(self._folder, FILE_SECONDS, self._renewed, context)
+                made = await on_disk(self._folder, FILE_SECONDS, self._current)
+                if made.is_new:
+                    await on_disk(self._folder, FILE_SECONDS, context.load_cert_chain, made.chain)
             except (BadSetting, DiskHung) as error:
                 log.warning("%s", error)
                 continue
@@ -221,12 +223,6 @@ class OwnTls:
                 log.warning(
                     "clients have to trust another authority now: %s, SHA-256 %s", made.authority, made.fingerprint
                 )
-
-    def _renewed(self, context: ssl.SSLContext) -> OwnCertificate:
-        made = self._current()
-        if made.is_new:
-            context.load_cert_chain(made.chain)
-        return made
 
     def _current(self) -> OwnCertificate:
         names = certified_names(self._listen, self._more)

@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from functools import partial
-from pathlib import Path
 
 import h11
 import uvicorn
@@ -63,11 +62,12 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(homes.close)
         certificate = None
-        if settings.tls_folder is not None:
+        if (tls := settings.tls_folder) is not None:
             from coordinator.http.certificates import OwnTls  # with `cryptography`, which takes 9 MB
 
-            own = (settings.tls_folder, listening.getsockname()[0], settings.allowed_hosts)
-            certificate = await on_disk(settings.tls_folder, FILE_SECONDS, OwnTls, *own)
+            certificate = await on_disk(
+                tls, FILE_SECONDS, OwnTls, tls, listening.getsockname()[0], settings.allowed_hosts
+            )
         files = (settings.certificate, settings.private_key) if certificate is None else (certificate.chain, None)
         config = uvicorn.Config(
             http_app(homes, settings.allowed_hosts), http=BoundedProtocol, ws="none", lifespan="off", log_config=None,
@@ -76,7 +76,7 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
             h11_max_incomplete_event_size=MAX_HEADER_BYTES, ssl_certfile=files[0], ssl_keyfile=files[1],
             proxy_headers=False,
         )  # fmt: skip
-        await on_disk(Path(files[0] or "."), FILE_SECONDS, config.load)  # reads the certificate
+        config.load()
         if certificate is not None:
             assert config.ssl is not None
             keeping = asyncio.create_task(certificate.keep(config.ssl))

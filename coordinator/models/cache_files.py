@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 from hearth.files import write_atomically
 from hearth.platform.disk import DiskWork
-
-log = logging.getLogger(__name__)
 
 # Contents that the disk did not take, by path; None: a file that could not be removed. Some KB for each model and device.
 _unwritten: dict[Path, bytes | None] = {}
@@ -45,20 +42,14 @@ async def flushed() -> None:
     await _flushing.settled(_FLUSH_SECONDS)
 
 
-def _flush() -> bool:
+def _flush() -> None:
     for path, data in list(_unwritten.items()):
-        try:
-            if data is not None:
-                write_atomically(path, data)
-            else:
-                path.unlink(missing_ok=True)
-        except OSError as error:
-            if len(_unwritten) == 1:
-                log.warning("%s cannot be written; it is kept in memory and tried again: %s", path, error)
-            return False
+        if data is not None:
+            write_atomically(path, data)
+        else:
+            path.unlink(missing_ok=True)
         if _unwritten.get(path) is data:
             del _unwritten[path]
-    return True
 
 
 _flushing = DiskWork(Path("the cached files"), _flush)

@@ -139,7 +139,6 @@ class Deployments:
         # A model that could not be read at the start is saved, but not served.
         if name not in self.controllers and name in state.load().deployments:
             state.remove(name)
-            await state.file.saved()
             return name
         controller = self.named(name)
         name = controller.name

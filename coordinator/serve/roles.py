@@ -38,9 +38,8 @@ async def run_coordinator(
         await on_disk(folder, FILE_SECONDS, stack.enter_context, locked_state(folder))
         trust = await on_disk(folder, FILE_SECONDS, Trust, settings, home)
         state = await on_disk(folder, FILE_SECONDS, StateFile, folder)
-        retrying = keep_retrying([state.file, trust.apps.file, trust.devices.file])
-        work = (retrying, trust.apps.follow_file(), trust.devices.follow_file())
-        stack.push_async_callback(cancel_all, [supervised(each, "the care of the state's files") for each in work])
+        keeping = keep_retrying([state.file, trust.apps.file, trust.devices.file])
+        stack.push_async_callback(cancel_all, [supervised(keeping, "the care of the state's files")])
         port = await stack.enter_async_context(client_port(settings, trust))
         await on_disk(folder, FILE_SECONDS, note_address, settings, port.port)
         while True:

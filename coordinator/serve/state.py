@@ -19,13 +19,13 @@ from typing_extensions import Self
 from coordinator.devices.quorum import latest
 from coordinator.plan.limits import MemoryLimit
 from coordinator.serve.config import CoordinatorSettings
-from hearth.errors import BadRequest, BadSetting
+from hearth.errors import BadRequest, BadSetting, DiskHung
 from hearth.files import FolderInUse, is_locked, locked_folder, write_atomically
 from hearth.plan.common import WireFormat
 from hearth.plan.graph import Objective
 from hearth.plan.model_spec import KvFormat, WeightFormat
 from hearth.plan.plan import Plan
-from hearth.platform.disk import DiskWork
+from hearth.platform.disk import FILE_SECONDS, DiskWork, hung_paths, on_disk
 from hearth.platform.network import local_address
 from hearth.validation import first_error
 from hearth.wire.messages import MAX_DRAFTED_TOKENS, Configuration
@@ -38,7 +38,9 @@ MAX_TILES = 64  # of one operator; plans of larger graphs take minutes
 TileCount: TypeAlias = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_TILES)]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: new at each start of the computer
-_RETRY_SECONDS = 30.0  # interval of attempts to write what could not be written: a full disk is emptied within minutes
+_RETRY_SECONDS = (
+    5.0  # interval of attempts to write what could not be written, and of looks for changes by other programs
+)
 # For the disk to take a change before it is answered: an SD card that is busy takes seconds.
 _SAVE_SECONDS = 3.0
 _ADDRESS = "address"  # file of the state directory
@@ -227,17 +229,19 @@ def _read_boot_id() -> str:
 class DurableFile(Generic[_T]):
     """`path` and its second copy `path.bak`. `parse` reads the content; it raises ValueError if that is damaged.
 
+    `on_change` gets the content when another program has changed the file (`look`).
     `write` never fails: callers go on with the content in memory. A failure is reported once, and the next `write` or `retry`
     tries again. On an event loop a thread writes, and `saved` waits for it.
     """
 
-    def __init__(self, path: Path, parse: Callable[[bytes], _T]) -> None:
+    def __init__(
+        self, path: Path, parse: Callable[[bytes], _T], on_change: Callable[[_T], None] = lambda content: None
+    ) -> None:
         self.path = path
         self._copy = path.with_name(f"{path.name}.bak")
-        self._parse = parse
+        self._parse, self._on_change = parse, on_change
         self._content: str | None = None  # the newest; None: this program has written none
         self._writing = DiskWork(path, self._write)
-        self._is_failing = False
         self._stamp: tuple[int, int] | None = None  # of the file when it was last read or written here
 
     @property
@@ -266,8 +270,17 @@ class DurableFile(Generic[_T]):
                 return content
         return None
 
-    def read_changed(self) -> _T | None:
-        """The content, if another program has changed the file since it was last read or written here."""
+    async def look(self) -> None:
+        """Read the file if another program has changed it since it was last read or written here."""
+        if hung_paths():  # a disk that hangs would not answer
+            return
+        newest = self._content
+        with suppress(DiskHung):
+            content = await on_disk(self.path, FILE_SECONDS, self._read_changed)
+            if content is not None and self._content is newest:
+                self._on_change(content)
+
+    def _read_changed(self) -> _T | None:
         return self.read() if self.is_saved and self._stamp != self._stamp_now() else None
 
     def write(self, content: str) -> None:
@@ -285,21 +298,11 @@ class DurableFile(Generic[_T]):
         await self._writing.settled(_SAVE_SECONDS)
         return self.is_saved
 
-    def _write(self) -> bool:
+    def _write(self) -> None:
         content = self._content or ""
-        try:
-            for path in (self.path, self._copy):
-                write_atomically(path, content, private=True, durable=True)
-        except OSError as error:
-            if not self._is_failing:
-                log.warning("%s cannot be written; it is kept in memory and tried again: %s", self.path, error)
-            self._is_failing = True
-            return False
-        if self._is_failing:
-            log.warning("%s is written again", self.path)
-        self._is_failing = False
+        for path in (self.path, self._copy):
+            write_atomically(path, content, private=True, durable=True)
         self._stamp = self._stamp_now()
-        return True
 
     def _stamp_now(self) -> tuple[int, int]:
         """Identifies the content of the file."""
@@ -319,12 +322,13 @@ class DurableFile(Generic[_T]):
 
 
 async def keep_retrying(files: Sequence[DurableFile[Any]]) -> None:
-    """Write what a failing disk did not take, until cancelled, and once more then."""
+    """Write what a failing disk did not take, until cancelled, and once more then. Read what other programs have changed."""
     try:
         while True:
             await asyncio.sleep(_RETRY_SECONDS)
             for file in files:
                 file.retry()
+                await file.look()
     finally:
         for file in files:
             file.retry()

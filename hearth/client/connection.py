@@ -21,6 +21,7 @@ from hearth.errors import (
     AppRevoked,
     ConnectionLost,
     DeadlineExceeded,
+    DiskHung,
     HearthError,
     NoCoordinator,
     NotServing,
@@ -31,7 +32,7 @@ from hearth.errors import (
 from hearth.files import write_atomically
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.curve import fingerprint
-from hearth.platform.disk import DiskWork, on_disk
+from hearth.platform.disk import on_disk
 from hearth.platform.network import bracketed
 from hearth.platform.security import Access
 from hearth.wire import messages as wire
@@ -54,7 +55,7 @@ _PASSING = (Unreachable, ConnectionLost, DeadlineExceeded, NotServing)
 _AGAIN_SECONDS = 0.1
 _MAX_KNOWN = 8  # endpoints that are remembered from earlier searches; a home has one to three coordinators
 
-_HINT_SECONDS = 0.3  # to read or write the last endpoint; a search and a program that ends do not wait longer
+_HINT_SECONDS = 0.3  # to read or write the last endpoint: a client waits for it
 
 _Found = tuple[int, int, str]  # an endpoint: its turn, its number in the order of discovery, and itself
 
@@ -75,8 +76,7 @@ class Connection:
         self._retired: list[RpcClient] = []  # replaced while calls were in progress
         self._known: list[str] = []  # endpoints that answered earlier, the newest last
         self._hint_path = _hint_path(access.server_public)
-        self._hint = ""  # the endpoint in that file
-        self._hint_writing = DiskWork(self._hint_path, self._write_hint)
+        self._hint = ""  # the content of that file
         self._changing = asyncio.Lock()
         self._search: asyncio.Task[Any] | None = None  # the last change of the connection
 
@@ -114,7 +114,6 @@ class Connection:
             await cancel_all([self._search])
         for client in [*self._retired, *([self._client] if self._client is not None else [])]:
             await client.close()
-        await self._hint_writing.settled(_HINT_SECONDS)
         self._retired, self._client = [], None
         self._context.destroy(linger=0)
 
@@ -135,9 +134,10 @@ class Connection:
         if before is not None and before is not client:
             self._retired.append(before)
         self._known = [*(other for other in self._known if other != client.endpoint), client.endpoint][-_MAX_KNOWN:]
-        if not self._given and client.endpoint != self._hint:
-            self._hint = client.endpoint
-            self._hint_writing.ask()
+        if not self._given and self._hint != (found := client.endpoint.removeprefix("tcp://")):
+            self._hint, path = found, self._hint_path
+            with suppress(OSError, DiskHung):  # then the next search takes longer
+                await on_disk(path, _HINT_SECONDS, lambda: write_atomically(path, found, private=True))
         for retired in [each for each in self._retired if not each.pending]:
             self._retired.remove(retired)
             await retired.close()
@@ -274,14 +274,8 @@ class Connection:
 
     async def _read_hint(self) -> None:
         with suppress(OSError, ValueError, HearthError):  # there is none, or another program wrote it
-            text = await on_disk(self._hint_path, _HINT_SECONDS, self._hint_path.read_text)
-            self._hint, *_ = endpoints_of(text)
-            self._known = [self._hint]
-
-    def _write_hint(self) -> bool:
-        with suppress(OSError):  # the next search takes longer
-            write_atomically(self._hint_path, self._hint.removeprefix("tcp://"), private=True)
-        return True
+            self._hint = await on_disk(self._hint_path, _HINT_SECONDS, self._hint_path.read_text)
+            self._known = list(endpoints_of(self._hint)[:1])
 
     def _not_found(self, seconds: float) -> HearthError:
         if self._given:

@@ -474,9 +474,8 @@ async def connect_async(
     interfaces: Sequence[str] | None = None,
 ) -> AsyncHome:
     """As `hearth.connect`, for asyncio programs: `async with await hearth.connect_async() as home: ...`."""
-    if not isinstance(key, Credential):
-        key = await on_disk(Path("the key file"), timeout_seconds, resolve_credential, key)
-    home = AsyncHome(coordinator_access(key), address, interfaces)
+    credential = await on_disk(Path("the key file"), timeout_seconds, resolve_credential, key)
+    home = AsyncHome(coordinator_access(credential), address, interfaces)
     try:
         return await home.open(timeout_seconds)
     except HearthError:

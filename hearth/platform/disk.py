@@ -85,17 +85,18 @@ async def on_disk(path: Path, seconds: float, function: Callable[..., _T], *args
 
 
 class DiskWork:
-    """Runs `work`, which accesses files below `path`, whenever it is asked to: on an event loop in a thread, else at once.
+    """Runs `work`, which writes files below `path`, whenever it is asked to: on an event loop in a thread, else at once.
 
-    `work()` returns whether it succeeded. It runs once at a time, also while the disk hangs, and again if it was asked
-    meanwhile: what it writes last is the newest content.
+    `work` runs once at a time, also while the disk hangs, and again if it was asked meanwhile: what it writes last is the
+    newest content. It may raise OSError; the first failure is logged.
     """
 
-    def __init__(self, path: Path, work: Callable[[], bool]) -> None:
+    def __init__(self, path: Path, work: Callable[[], object]) -> None:
         self._path, self._work = path, work
         self._asked = self._done = object()  # a new one whenever it is asked; that of the last success
         self.lock = threading.Lock()  # held while `work` runs, also by a thread that was left behind
         self._attempt: asyncio.Task[None] | None = None  # the last one
+        self._is_failing = False
         self._late: asyncio.Task[None] | None = None  # an attempt that was waited for in vain
 
     @property
@@ -138,10 +139,17 @@ class DiskWork:
     def _try(self) -> bool:
         with self.lock:
             asked = self._asked
-            succeeded = self._work()
-            if succeeded:
-                self._done = asked
-        return succeeded
+            try:
+                self._work()
+            except OSError as error:
+                if not self._is_failing:
+                    log.warning("%s cannot be written; it is kept in memory and tried again: %s", self._path, error)
+                self._is_failing = True
+                return False
+            if self._is_failing:
+                log.warning("%s is written again", self._path)
+            self._is_failing, self._done = False, asked
+        return True
 
 
 def hung_paths() -> list[Path]:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from coordinator.serve.state import DurableFile
-from hearth.errors import BadRequest, DiskHung
-from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk
+from hearth.errors import BadRequest
 
 _NAME = re.compile(r"[a-z0-9-]{1,32}")
-_LOOK_SECONDS = 2.0  # interval of looking for changes by other programs: it takes a thread for each look
 _APP = "app"  # the role of a key without an entry in `roles`
 
 
@@ -44,7 +40,7 @@ class KeyRegistry:
 
     def __init__(self, path: Path, holder: Literal["app", "device"] = "app") -> None:
         self._holder = holder
-        self.file = DurableFile(path, RegisteredKeys.model_validate_json)
+        self.file = DurableFile(path, RegisteredKeys.model_validate_json, self._changed)
         self._keys = self.file.read() or RegisteredKeys()
 
     def add(self, name: str, public_key: str, role: str = _APP) -> None:
@@ -106,21 +102,8 @@ class KeyRegistry:
         """The keys."""
         return self._keys
 
-    async def follow_file(self) -> None:
-        """Read the file whenever another program has changed it, until cancelled."""
-        while True:
-            await asyncio.sleep(_LOOK_SECONDS)
-            await self.look()
-
-    async def look(self) -> None:
-        """Read the file if another program has changed it."""
-        known = self._keys
-        if hung_paths():  # a disk that hangs would not answer
-            return
-        with suppress(DiskHung):
-            changed = await on_disk(self.file.path, FILE_SECONDS, self.file.read_changed)
-            if changed is not None and self._keys is known:
-                self._keys = changed
+    def _changed(self, keys: RegisteredKeys) -> None:
+        self._keys = keys
 
     def _write(self, keys: dict[str, str], revoked: dict[str, str], roles: dict[str, str]) -> None:
         """Keep and write these lists; of the roles, those of admitted keys."""

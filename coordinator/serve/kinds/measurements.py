@@ -17,7 +17,7 @@ from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.serve.state import DurableFile
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan
-from hearth.platform.disk import FILE_SECONDS, DiskWork
+from hearth.platform.disk import DiskWork
 
 FOLDER = "learnt"  # of the state directory: a file for each graph
 _KEPT_SECONDS = 50  # latencies of the deployed plan: some minutes of use
@@ -47,9 +47,9 @@ class Measurements:
 
     def __init__(self, path: Path, spec: GraphSpec, slowdown: Callable[[str], float]) -> None:
         self._file = DurableFile(path, SavedMeasurements.model_validate_json)
-        self._reading = DiskWork(path, self._read)
         self.calibration = Calibration(Factors())
-        self._reading.ask()
+        self.reading = DiskWork(path, self._read)  # of what earlier runs have learnt
+        self.reading.ask()
         self._spec = spec
         self._slowdown = slowdown
         self._known_slowdowns: dict[str, float] = {}  # at the latest request, by device id
@@ -59,14 +59,9 @@ class Measurements:
         self._has_changed = False
         self._begin(None)
 
-    async def are_read(self) -> None:
-        """Wait until what earlier runs have learnt is read."""
-        await self._reading.settled(FILE_SECONDS)
-
-    def _read(self) -> bool:
+    def _read(self) -> None:
         if (saved := self._file.read()) is not None:
             self.calibration = Calibration(saved.factors)
-        return True
 
     # ---- the calibrated problem -----------------------------------------------------------------------------------
 

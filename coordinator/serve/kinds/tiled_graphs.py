@@ -28,6 +28,7 @@ from coordinator.serve.state import GraphGoal, TileCount
 from hearth.errors import BadPlan, BadSetting, CannotTile
 from hearth.plan.graph import CutOperator
 from hearth.plan.plan import GraphPlan
+from hearth.platform.disk import FILE_SECONDS
 from hearth.wire.messages import GraphProfile
 
 
@@ -110,7 +111,7 @@ class TiledGraphs:
     async def _cluster(self, graph: ServedGraph, devices: Sequence[Device]) -> GraphCluster:
         measured = graph.measurements
         if measured is not None:
-            await measured.are_read()
+            await measured.reading.settled(FILE_SECONDS)
         slowdown = self._profiler.slowdown if measured is None else lambda device_id: 1.0
         profiled = await graph_cluster(self._profiler, devices, graph.graph, graph.workload, slowdown, self._taken)
         return profiled if measured is None else measured.calibrated(profiled)

@@ -43,10 +43,10 @@ async def test_configuration_that_cannot_be_written_holds_and_is_tried_again(
     with monkeypatch.context() as patched:
         patched.setattr("agent.daemon.configuration.write_atomically", disk_full)
         await stored.store(configuration(2))
-        stored.retry()
-        await stored.settled()
+        stored.writing.retry()
+        await stored.writing.settled(20.0)
         assert stored.current == configuration(2)
         assert StoredConfiguration(tmp_path).current is None
-    stored.retry()
-    await stored.settled()
+    stored.writing.retry()
+    await stored.writing.settled(20.0)
     assert StoredConfiguration(tmp_path).current == configuration(2)

@@ -170,6 +170,7 @@ async def test_saved_settings_that_no_longer_exist_are_reported_and_plans_are_ma
     ]
     assert [each.goal.strategy for each in home.controllers.values()] == ["auto", "auto"]
     # What is saved from now on has no such setting.
+    assert await home._services.state.file.saved()
     lines.clear()
     await deployments_of(tmp_path, TransformerFleet("a"), lines).restore()
     assert not lines
@@ -188,6 +189,7 @@ async def test_saved_model_that_cannot_be_read_stays_saved_while_the_others_are_
     assert await second.remove("gone") == "gone"
     with pytest.raises(UnknownModel):
         await second.remove("gone")
+    assert await second._services.state.file.saved()
     assert list(StateFile(tmp_path / "state").load().deployments) == ["chat"]
     shutil.rmtree(tmp_path / "chat")
     with pytest.raises(BadCheckpoint):  # none is left that could be served

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.waiting import until
 
-from coordinator.serve.clients import key_registry as module
+from coordinator.serve import state as module
 from coordinator.serve.clients.key_registry import KeyRegistry, RegisteredKeys
 from hearth.errors import BadRequest
 from hearth.platform.asyncio_tools import cancel_all
@@ -84,9 +84,9 @@ def test_keys_of_another_coordinator_are_merged(tmp_path: Path) -> None:
 
 
 async def test_changes_by_another_program_take_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "_RETRY_SECONDS", 0.01)
     first, second = (KeyRegistry(tmp_path / "apps.json") for _ in range(2))
-    following = asyncio.create_task(second.follow_file())
+    following = asyncio.create_task(module.keep_retrying([second.file]))
     first.add("lamp", "k1")
     await until("the key", lambda: "k1" in second.current().keys)
     first.revoke("lamp")
@@ -94,7 +94,7 @@ async def test_changes_by_another_program_take_effect(tmp_path: Path, monkeypatc
     second.add("door", "k2")
     assert second.current().keys == {"k2": "door"}  # at once, and it stays although the disk has it later
     assert await second.file.saved()
-    await second.look()
+    await second.file.look()
     assert second.current() == KeyRegistry(tmp_path / "apps.json").current()
     assert second.current() == RegisteredKeys(keys={"k2": "door"}, revoked={"k1": "lamp"})
     await cancel_all([following])
@@ -105,11 +105,11 @@ async def test_damaged_list_is_replaced_by_its_second_copy(tmp_path: Path) -> No
     apps.add("lamp", "k1")
     assert await apps.file.saved()
     (tmp_path / "apps.json").write_text("{")
-    await apps.look()
+    await apps.file.look()
     assert apps.current() == KeyRegistry(tmp_path / "apps.json").current() == RegisteredKeys(keys={"k1": "lamp"})
     for name in ("apps.json", "apps.json.bak"):
         (tmp_path / name).write_text("{")
-    await apps.look()
+    await apps.file.look()
     assert apps.current() == RegisteredKeys(keys={"k1": "lamp"})  # the last list stays in force
 
 

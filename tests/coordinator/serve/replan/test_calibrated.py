@@ -67,7 +67,7 @@ async def ask(home: ServedController, count: int = 1) -> None:
 async def saved(folder: Path) -> Measurements:
     (path,) = (folder / "state" / FOLDER).glob("*.json")
     measured = Measurements(path, SPEC, lambda device: 1.0)
-    await measured.are_read()
+    await measured.reading.settled(20.0)
     return measured
 
 
