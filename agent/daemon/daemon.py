@@ -205,8 +205,8 @@ class AgentDaemon:
         """Stop all workers; none starts any more, also for a request that is being handled."""
         self._closing = True
         self._configuration.writing.retry()
-        await self._configuration.writing.settled(STORE_SECONDS)
         await asyncio.gather(*map(self._stop_worker, list(self._workers)), *self._stopping)
+        await self._configuration.writing.settled(STORE_SECONDS)
         await self.spawner.close()
 
     def _hello(self, message: wire.Hello) -> wire.Message:

@@ -38,9 +38,8 @@ MAX_TILES = 64  # of one operator; plans of larger graphs take minutes
 TileCount: TypeAlias = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_TILES)]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")  # Linux: new at each start of the computer
-_RETRY_SECONDS = (
-    5.0  # interval of attempts to write what could not be written, and of looks for changes by other programs
-)
+# Interval of attempts to write what could not be written, and of looks for changes by other programs.
+_RETRY_SECONDS = 5.0
 # For the disk to take a change before it is answered: an SD card that is busy takes seconds.
 _SAVE_SECONDS = 3.0
 _ADDRESS = "address"  # file of the state directory
@@ -240,7 +239,7 @@ class DurableFile(Generic[_T]):
         self.path = path
         self._copy = path.with_name(f"{path.name}.bak")
         self._parse, self._on_change = parse, on_change
-        self._content: str | None = None  # the newest; None: this program has written none
+        self._content: str | None = None  # the newest; None: that of the file
         self._writing = DiskWork(path, self._write)
         self._stamp: tuple[int, int] | None = None  # of the file when it was last read or written here
 
@@ -278,6 +277,7 @@ class DurableFile(Generic[_T]):
         with suppress(DiskHung):
             content = await on_disk(self.path, FILE_SECONDS, self._read_changed)
             if content is not None and self._content is newest:
+                self._content = None
                 self._on_change(content)
 
     def _read_changed(self) -> _T | None:
