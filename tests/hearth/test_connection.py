@@ -6,9 +6,11 @@ import asyncio
 import math
 import secrets
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,6 +91,53 @@ async def test_records_that_lead_nowhere_mislead_no_client() -> None:
             assert found.endpoint == f"tcp://127.0.0.1:{port}"
         finally:
             await connection.close()
+
+
+async def test_last_endpoint_is_tried_first_at_the_next_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where multicast is blocked by then, or records are forged. It is only a hint: the key decides."""
+    monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path))
+
+    async def endpoint(seconds: float = FOUND_WITHIN_SECONDS) -> str:
+        connection = Connection(access(), None, LOOPBACK)
+        try:
+            return (await connection.client(None, seconds)).endpoint
+        finally:
+            await connection.close()
+
+    async with coordinator() as port:
+        async with record(port):
+            assert await endpoint() == f"tcp://127.0.0.1:{port}"
+        (hint,) = (tmp_path / "hearth").iterdir()
+        assert (hint.read_text(), hint.stat().st_mode & 0o777) == (f"127.0.0.1:{port}", 0o600)
+        monkeypatch.setattr("hearth.platform.discovery.Browser.start", no_multicast)
+        assert await endpoint() == f"tcp://127.0.0.1:{port}"
+    async with coordinator(new_home_key(), port=port):  # another home has this address now
+        with pytest.raises((errors.NoCoordinator, errors.WrongKey)):
+            await endpoint(2.0)
+    for damage in (b"", b"a b:0", b"\xff", b"tcp://127.0.0.1:1"):
+        hint.write_bytes(damage)
+        with pytest.raises(errors.NoCoordinator):
+            await endpoint(0.3)
+
+
+async def no_multicast(browser: object) -> None:
+    raise OSError("blocked")
+
+
+@pytest.mark.parametrize("disk_hangs", [False, True])
+async def test_cache_folder_that_cannot_be_used_stops_no_client(
+    disk_hangs: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CACHE_DIRECTORY", str(tmp_path / "file"))
+    if disk_hangs:
+        monkeypatch.setattr(connection_module, "_HINT_SECONDS", 0.05)
+        monkeypatch.setattr(Path, "read_text", lambda path: time.sleep(0.5))
+        monkeypatch.setattr(connection_module, "write_atomically", lambda *_, **__: time.sleep(0.5))
+    async with coordinator() as port, record(port):
+        connection = Connection(access(), None, LOOPBACK)
+        assert (await connection.client(None, FOUND_WITHIN_SECONDS)).endpoint == f"tcp://127.0.0.1:{port}"
+        await connection.close()
 
 
 async def test_first_address_that_answers_is_used() -> None:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support.waiting import until
 
+from agent.daemon import configuration as module
 from agent.daemon.configuration import StoredConfiguration
-from hearth.errors import BadRequest
+from hearth.errors import BadRequest, DiskHung
+from hearth.files import write_atomically
 from hearth.wire.messages import Configuration
 
 
@@ -50,3 +55,30 @@ async def test_configuration_that_cannot_be_written_holds_and_is_tried_again(
     stored.writing.retry()
     await stored.writing.settled(20.0)
     assert StoredConfiguration(tmp_path).current == configuration(2)
+
+
+async def test_configuration_is_not_confirmed_before_a_disk_that_hangs_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the agent could cast an older vote after a power cut. A repeated request is not confirmed either."""
+    answers = threading.Event()
+
+    def write(*arguments: Any, **options: Any) -> None:
+        answers.wait(60)
+        write_atomically(*arguments, **options)
+
+    monkeypatch.setattr(module, "write_atomically", write)
+    monkeypatch.setattr(module, "STORE_SECONDS", 0.05)
+    stored = StoredConfiguration(tmp_path)
+    try:
+        for _ in range(3):
+            with pytest.raises(DiskHung, match="configuration.json"):
+                await stored.store(configuration(1))
+        assert stored.current == configuration(1)
+        with pytest.raises(BadRequest, match="not later"):
+            await stored.store(configuration(1, leader="other"))
+    finally:
+        answers.set()
+    await until("the disk has it", lambda: stored.writing.is_done)
+    await stored.store(configuration(1))
+    assert StoredConfiguration(tmp_path).current == configuration(1)

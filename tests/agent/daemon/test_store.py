@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ pytest.importorskip("psutil")
 from hypothesis import given
 from hypothesis import strategies as st
 from support.chunks import chunk
+from support.waiting import wait_for
 
 from agent.daemon import store as store_module
 from agent.daemon.store import ShardStore
@@ -153,6 +155,21 @@ def test_pinned_chunks_are_never_evicted(tmp_path: Path) -> None:
     assert (error.value.device, error.value.needed_bytes, error.value.free_bytes) == ("kitchen", 100, 50)
     store.unpin("other")
     store.put(second, two)
+
+
+def test_deployment_ends_while_the_disk_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop pins and unpins; an access that hangs holds the lock."""
+    answers, store = threading.Event(), ShardStore(tmp_path, 250, "d")
+    monkeypatch.setattr(store, "_disk_free", lambda: 1 << 30 if answers.wait(60) else 0)
+    hung = threading.Thread(target=store.put, args=chunk(1))
+    hung.start()
+    try:
+        wait_for("the lock", store._lock.locked)
+        store.pin("default", ["0" * 64])
+        store.unpin("default")
+    finally:
+        answers.set()
+        hung.join()
 
 
 def test_room_is_the_limit_without_the_chunks_of_deployed_plans(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from support.waiting import until
 
 from coordinator.serve import deployments
 from coordinator.serve import state as state_module
@@ -123,6 +124,34 @@ async def test_change_of_keys_says_why_it_may_be_lost(
     assert isinstance(answer, wire.KeysChanged)
     assert warning in answer.warning
     assert bool(answer.warning) == bool(warning)
+
+
+async def test_change_of_keys_on_a_disk_that_hangs_is_in_force_at_once_and_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def write(path: Path, content: str, **options: bool) -> None:
+        answers.wait(60)
+        write_atomically(path, content, **options)
+
+    monkeypatch.setattr(state_module, "write_atomically", write)
+    monkeypatch.setattr(state_module, "_SAVE_SECONDS", 0.3)
+    service, lamp = service_in(tmp_path), new_keypair().public
+    request = wire.AddApp(request_id="5", timeout_seconds=1.0, name="lamp", public_key=lamp)
+    changing = asyncio.create_task(service.handle(ADMIN, request, ()))
+    try:
+        await until("the key in force", lambda: service._trust.apps.current().keys == {lamp: "lamp"})
+        assert not changing.done()  # for a moment, the disk may be busy only
+        assert await service.handle(ADMIN, QUESTION, ()) == wire.Done()
+        answer = await changing
+        assert isinstance(answer, wire.KeysChanged)
+        assert "the disk of" in answer.warning
+        assert not (tmp_path / "apps.json").exists()
+    finally:
+        answers.set()
+    await until("the key on the disk", lambda: service._trust.apps.file.is_saved)
+    assert KeyRegistry(tmp_path / "apps.json").current().keys == {lamp: "lamp"}
 
 
 async def test_model_on_a_disk_that_hangs_is_an_error_and_does_not_stop_the_event_loop(

@@ -14,7 +14,7 @@ from support.waiting import until, wait_for
 
 from hearth.errors import DiskHung
 from hearth.platform import disk
-from hearth.platform.disk import hung_paths, on_disk
+from hearth.platform.disk import DiskWork, hung_paths, on_disk
 
 
 @pytest.fixture
@@ -57,6 +57,58 @@ async def test_disk_that_hangs_for_long_gets_no_more_threads(
         with pytest.raises(DiskHung):
             await on_disk(tmp_path, 0.01, hung.wait)
     assert len(disk._running) == 3
+
+
+async def test_work_that_hangs_delays_nobody_and_the_newest_content_is_written_last(
+    tmp_path: Path, hung: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "FILE_SECONDS", 0.1)
+    content, written = "", list[str]()
+
+    def write() -> None:
+        newest = content
+        hung.wait()
+        written.append(newest)
+
+    work = DiskWork(tmp_path, write)
+    for each in ("a", "b", "c"):
+        content = each
+        work.ask()
+    await asyncio.wait_for(work.settled(0.01), 5)
+    assert not work.is_done
+    await until("it to count as hung", hung_paths)
+    for _ in range(20):  # none starts a thread: it would hang, too
+        work.ask()
+        work.retry()
+        await work.settled(5.0)
+    assert len(hung_paths()) == 1
+    content = "d"
+    hung.set()
+    await until("the thread to end", lambda: not hung_paths())
+    work.retry()
+    await work.settled(20.0)
+    assert (work.is_done, written) == (True, ["c", "d"])
+
+
+def test_work_without_an_event_loop_is_done_at_once_and_its_first_failure_is_logged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    outcomes = iter((OSError(28, "full"), OSError(28, "full"), None))
+
+    def write() -> None:
+        if (error := next(outcomes)) is not None:
+            raise error
+
+    work = DiskWork(tmp_path, write)
+    done = []
+    for act in (work.ask, work.retry, work.retry, work.retry):
+        act()
+        done.append(work.is_done)
+    assert done == [False, False, True, True]
+    assert [line.partition(f"{tmp_path} ")[2][:16] for line in caplog.messages] == [
+        "cannot be writte",
+        "is written again",
+    ]
 
 
 _PROGRAM = """
