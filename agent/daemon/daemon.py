@@ -59,8 +59,8 @@ _T = TypeVar("_T")
 
 # Of the free memory, for chunks that are read into the page cache ahead: the rest is left to files that are in use.
 _READ_AHEAD_SHARE = 0.5
-# For reading how full the disk is. A coordinator waits for 3 s for telemetry, which it can do without.
-_ROOM_SECONDS = 2.0
+# For what a device can do without, such as reading how full its disk is: a coordinator waits for 3 s for telemetry.
+_BRIEF_SECONDS = 2.0
 # Interval at which a closed connection is looked at: short against the time it must be closed.
 _CLOSED_POLL_SECONDS = 0.05
 _CONTROL_TYPES = (
@@ -334,8 +334,8 @@ class AgentDaemon:
     async def _read_telemetry(self) -> wire.Telemetry:
         room_bytes: int | None = None
         with suppress(OSError, StoreFailed):  # the disk fails: the next access to a chunk says so
-            await self._on_disk(_ROOM_SECONDS, self._telemetry.read_disk)
-            room_bytes = await self._on_disk(_ROOM_SECONDS, self._store.room_bytes)
+            await self._on_disk(_BRIEF_SECONDS, self._telemetry.read_disk)
+            room_bytes = await self._on_disk(_BRIEF_SECONDS, self._store.room_bytes)
         telemetry = self._telemetry.read(time.time(), idle=not self._workers and not self._stopping)
         if telemetry.compute_device == "cpu" and not self._telemetry.budget_is_limit:
             held = {deployment: worker.resident_bytes for deployment, worker in self._workers.items()}
@@ -429,8 +429,7 @@ class AgentDaemon:
         worker = self._workers.get(deployment)
         if worker is None or not worker.can_reload(start):
             return None
-        self._store.pin(deployment, start.load.parts.hashes)
-        await self._on_disk(FILE_SECONDS, self._store.note_use, start.load.parts.hashes)
+        await self._pin(start.load)
         await self._verify_chunks(worker.added_chunks(start))
         self._check_still_wanted(start.load)
         if self._workers.get(deployment) is not worker or not worker.can_reload(start):
@@ -446,11 +445,16 @@ class AgentDaemon:
             log.warning("a new worker process starts, because the one that runs did not take the new plan: %s", error)
             return None
 
+    async def _pin(self, load: wire.Load) -> None:
+        """Protect the chunks of a plan from eviction, and note their use, for which a disk that hangs is not waited for long."""
+        self._store.pin(load.deployment, load.parts.hashes)
+        with suppress(StoreFailed):
+            await self._on_disk(_BRIEF_SECONDS, self._store.note_use, load.parts.hashes)
+
     async def _start_worker(self, start: wire.Start) -> wire.WorkerBound:
         deployment = start.load.deployment
         await self._stop_worker(deployment)
-        self._store.pin(deployment, start.load.parts.hashes)
-        await self._on_disk(FILE_SECONDS, self._store.note_use, start.load.parts.hashes)
+        await self._pin(start.load)
         await self._verify_chunks(start.load.parts.hashes)
         self._check_still_wanted(start.load)
         self._record_running(start)

@@ -230,15 +230,16 @@ class ShardStore:
         """
         with self._lock:
             self._last_used_ns = used_ns = max(time.time_ns(), self._last_used_ns + 1)
-            for chunk in dict.fromkeys(hashes):
-                if self._has_chunk(chunk):
-                    self._mark_used(chunk)
-                    with suppress(OSError):  # a wrong time only changes the order of evictions
-                        before = self._file(chunk).stat()
-                        os.utime(self._file(chunk), ns=(used_ns, before.st_mtime_ns))
-                        known = self._verified.get(chunk)
-                        if known is not None and known.version == _version(before):  # the use changes the ctime
-                            self._verified[chunk] = known._replace(version=_version(self._file(chunk).stat()))
+            used = [chunk for chunk in dict.fromkeys(hashes) if self._has_chunk(chunk)]
+            for chunk in used:
+                self._mark_used(chunk)
+        for chunk in used:  # without the lock: others need no disk that takes writes
+            with suppress(OSError):  # a wrong time only changes the order of evictions
+                before = self._file(chunk).stat()
+                os.utime(self._file(chunk), ns=(used_ns, before.st_mtime_ns))
+                known = self._verified.get(chunk)
+                if known is not None and known.version == _version(before):  # the use changes the ctime
+                    self._verified[chunk] = known._replace(version=_version(self._file(chunk).stat()))
 
     def scratch_folder(self) -> Scratch:
         """A scratch folder. Raises StoreFailed."""

@@ -25,7 +25,7 @@ from agent.daemon.store import Scratch
 from hearth.errors import DeadlineExceeded, DiskHung, HearthError, StepFailed, WorkerDied
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.child import describe_exit, run_module
-from hearth.platform.disk import FILE_SECONDS, on_disk
+from hearth.platform.disk import on_disk
 from hearth.platform.network import numeric_address
 from hearth.platform.socket_folder import SocketFolder
 from hearth.protocol import WORKER_CONNECT_SECONDS, WORKER_LOAD_SECONDS, WORKER_SIGN_SECONDS, agent_run_seconds
@@ -40,6 +40,7 @@ _STOP_SECONDS = 2.0  # from SIGTERM to SIGKILL; a worker has nothing to save
 # From SIGKILL until a worker is abandoned: freeing gigabytes takes under a second, and a process that is stuck in the kernel,
 # on a dying disk for example, may stay for ever.
 _KILL_SECONDS = 5.0
+_SCRATCH_SECONDS = 5.0  # to make or remove a worker's folder, which most workers do without: a disk may hang
 # Timeout between two tokens of a sequence: steps of other sequences run between them, and a long prompt takes many steps.
 _TOKEN_SECONDS = 120.0
 WorkerEvent: TypeAlias = Literal[
@@ -208,7 +209,7 @@ class WorkerProcess:
         """Start the process, with a folder to write in. Raises OSError."""
         store = Path(request.store_path)
         try:
-            self._scratch = await on_disk(store, FILE_SECONDS, Scratch, store)
+            self._scratch = await on_disk(store, _SCRATCH_SECONDS, Scratch, store)
         except (OSError, DiskHung) as error:  # most workers write nothing
             log.warning("the worker gets no folder in %s: %s", store, error)
         worker = wire.ForkWorker(
@@ -226,7 +227,7 @@ class WorkerProcess:
     async def _remove_scratch(self) -> None:
         if self._scratch is not None:
             with suppress(OSError, DiskHung):  # the agent's next start removes it
-                await on_disk(Path(self._scratch.name), FILE_SECONDS, self._scratch.cleanup)
+                await on_disk(Path(self._scratch.name), _SCRATCH_SECONDS, self._scratch.cleanup)
 
     def can_reload(self, request: wire.Start) -> bool:
         """Whether `reload` is possible: the process loads nothing, and the model and the settings are the same."""
