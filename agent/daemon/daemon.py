@@ -446,7 +446,7 @@ class AgentDaemon:
             return None
 
     async def _pin(self, load: wire.Load) -> None:
-        """Protect the chunks of a plan from eviction, and note their use, for which a disk that hangs is not waited for long."""
+        """Protect the chunks of a plan from eviction, and note their use; a disk that hangs delays that only briefly."""
         self._store.pin(load.deployment, load.parts.hashes)
         with suppress(StoreFailed):
             await self._on_disk(_BRIEF_SECONDS, self._store.note_use, load.parts.hashes)
