@@ -130,15 +130,11 @@ class TestHome:
         self, *arguments: str, said: str = "", name: str = "coordinator", check: bool = False
     ) -> subprocess.CompletedProcess[str]:
         """Run a command of `hearth` against the running coordinator. `said`: its standard input."""
+        connection = () if arguments[0] == "serve" else ("--address", f"{LOOPBACK}:{self.port(name)}")
         return subprocess.run(
-            self.command(*arguments, name=name),
+            [str(Path(sys.executable).parent / "hearth"), *arguments, "--key", str(self.key), *connection],
             input=said, capture_output=True, text=True, timeout=WAIT_LIMIT_SECONDS, check=check,
         )  # fmt: skip
-
-    def command(self, *arguments: str, name: str = "coordinator") -> list[str]:
-        """A command of `hearth` against the running coordinator."""
-        connection = () if arguments[0] == "serve" else ("--address", f"{LOOPBACK}:{self.port(name)}")
-        return [str(Path(sys.executable).parent / "hearth"), *arguments, "--key", str(self.key), *connection]
 
     @contextmanager
     def serving(self, names: Iterable[str], *options: str, model: Path | bool = True) -> Iterator[Home]:

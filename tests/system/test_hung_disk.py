@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import subprocess
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from support.frozen_disk import frozen_disk
 from support.graphs import save_two_branch_model
 from support.home import LOOPBACK, home_of
 from support.models import save_random_model, small_bert
-from support.waiting import wait_for
+from support.waiting import PATIENCE, wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
@@ -24,7 +25,7 @@ from hearth.platform.security import parse_credential
 
 pytestmark = [pytest.mark.processes, pytest.mark.alone]
 
-LONGEST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 0.5 * PATIENCE
 TOKENS = list(range(5, 25))
 
 
@@ -54,6 +55,8 @@ def test_coordinator_serves_while_its_disk_hangs(tmp_path: Path, model: Path) ->
         home.run("key", "add-device", "cellar", check=True)
         detector = str(save_two_branch_model(tmp_path / "detector.onnx", channels=8, size=48, depth=2))
         add = ("serve", detector, "--state-dir", str(disk.folder))
+        home.run(*add, check=True)  # it is profiled now, and found as it was later
+        home.run("stop", "detector", check=True)
         with home.connect(parse_credential(lamp, "lamp")) as app, Clients(home, [ask, ask]) as clients:
             clients.wait_for_answers()
             ask(app)
@@ -69,11 +72,7 @@ def test_coordinator_serves_while_its_disk_hangs(tmp_path: Path, model: Path) ->
                     assert "warning: the disk of coordinator cannot be written" in ended.stderr
                 with pytest.raises(AppRevoked):
                     ask(app)
-                adding = subprocess.Popen(home.command(*add))
-                time.sleep(3.0)
-                clients.wait_for_answers()
-            assert adding.wait(120) == 0
-            with disk.frozen():
+                home.run(*add, check=True)
                 home.run("stop", "detector", check=True)
                 clients.wait_for_answers()
         assert longest_pause(clients) <= LONGEST_PAUSE_SECONDS
@@ -104,6 +103,11 @@ def test_agent_works_while_its_disk_hangs(tmp_path: Path, model: Path) -> None:
                 time.sleep(3.0)  # longer than a lease
                 clients.wait_for_answers()
                 assert not stored.exists()
+                pause = longest_pause(clients)
+                worker = home.worker_pid("b")
+                assert worker is not None
+                os.kill(worker, signal.SIGKILL)  # both load the plan again
+                clients.wait_for_answers(60.0)
             wait_for("the configuration", stored.exists)
             clients.wait_for_answers()
-        assert longest_pause(clients) <= LONGEST_PAUSE_SECONDS
+        assert pause <= LONGEST_PAUSE_SECONDS
