@@ -23,7 +23,7 @@ from coordinator.devices.profile_cache import KnownMedia, ProfileCache
 from coordinator.devices.registry import Device
 from coordinator.devices.shared_media import Pair, devices_on_radio, find_media
 from coordinator.devices.workload import R, Workload
-from coordinator.models.cache_files import flushed
+from coordinator.models.cache_files import FLUSH_SECONDS, flushing
 from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.plan.profile import Link, SharedMedium, media_of
 from hearth.platform.asyncio_tools import cancel_all, loop_time
@@ -134,7 +134,7 @@ class Profiler:
         self._report(f"profiling {workload.title} on {device.name}")
         result = await self._run_workload(device, workload, workload.request)
         self._cache.keep_result(device, workload, result)
-        await flushed()
+        await flushing.settled(FLUSH_SECONDS)
         return result
 
     async def _probe(self, device: Device, workload: Workload[R], request: Profile) -> R:
@@ -246,7 +246,7 @@ class Profiler:
         await self._measure_pairs(unmeasured, devices, traffic)
         if unmeasured:
             await self._find_media(unmeasured, devices, traffic)
-            await flushed()
+            await flushing.settled(FLUSH_SECONDS)
         return {pair: self.links[pair] for pair in pairs if pair in self.links and pair not in self._cut_at}
 
     def _kept_links(self, pairs: Iterable[Pair]) -> list[tuple[Link, bool]]:

@@ -65,9 +65,8 @@ async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
         if (tls := settings.tls_folder) is not None:
             from coordinator.http.certificates import OwnTls  # with `cryptography`, which takes 9 MB
 
-            certificate = await on_disk(
-                tls, FILE_SECONDS, OwnTls, tls, listening.getsockname()[0], settings.allowed_hosts
-            )
+            own = (tls, listening.getsockname()[0], settings.allowed_hosts)
+            certificate = await on_disk(tls, FILE_SECONDS, OwnTls, *own)
         files = (settings.certificate, settings.private_key) if certificate is None else (certificate.chain, None)
         config = uvicorn.Config(
             http_app(homes, settings.allowed_hosts), http=BoundedProtocol, ws="none", lifespan="off", log_config=None,

@@ -239,7 +239,7 @@ class DurableFile(Generic[_T]):
         self.path = path
         self._copy = path.with_name(f"{path.name}.bak")
         self._parse, self._on_change = parse, on_change
-        self._content: str | None = None  # the newest; None: that of the file
+        self._content: str | None = None  # the newest; None: this program has written none
         self._writing = DiskWork(path, self._write)
         self._stamp: tuple[int, int] | None = None  # of the file when it was last read or written here
 
@@ -265,7 +265,6 @@ class DurableFile(Generic[_T]):
                     log.warning("%s is used instead of %s", path, self.path)
                     with suppress(OSError):  # for instance a read-only disk: the next `write` replaces it
                         write_atomically(self.path, data, private=True, durable=True)
-                        self._stamp = self._stamp_now()
                 return content
         return None
 
@@ -277,7 +276,6 @@ class DurableFile(Generic[_T]):
         with suppress(DiskHung):
             content = await on_disk(self.path, FILE_SECONDS, self._read_changed)
             if content is not None and self._content is newest:
-                self._content = None
                 self._on_change(content)
 
     def _read_changed(self) -> _T | None:

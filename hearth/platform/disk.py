@@ -143,7 +143,7 @@ class DiskWork:
                 self._work()
             except OSError as error:
                 if not self._is_failing:
-                    log.warning("%s cannot be written; it is kept in memory and tried again: %s", self._path, error)
+                    log.warning("%s cannot be written; that is tried again, from memory: %s", self._path, error)
                 self._is_failing = True
                 return False
             if self._is_failing:

@@ -229,8 +229,8 @@ class Standby:
         Also ends some time after a part could not be stored: the leader sends everything again to a standby that follows again.
         """
         replica = Replica(self._settings.state_dir)
-        registries = (self._trust.apps, self._trust.devices)
-        apps, devices = map(_known_keys, registries)
+        registries = {each.file.path.name: each for each in (self._trust.apps, self._trust.devices)}
+        apps, devices = map(_known_keys, registries.values())
         request = wire.Follow(name=self._settings.name, confirms=True, apps=apps, devices=devices)
         copy_again_at = math.inf  # when to ask for everything again; inf while all that came was stored
         stream = client.stream(request, timeout_seconds=_CONNECT_SECONDS, last=wire.Done)
@@ -244,9 +244,8 @@ class Standby:
                     try:
                         data = payload[0] if payload else b""
                         await on_disk(self._settings.state_dir, FILE_SECONDS, replica.receive, message, data)
-                        for registry in registries:
-                            if (keys := replica.keys.pop(registry.file.path.name, None)) is not None:
-                                registry.replace(keys)
+                        for name, keys in replica.keys.items():
+                            registries[name].replace(keys)
                     except (OSError, ValueError, HearthError) as error:
                         log.warning("%s of the leader's state cannot be stored: %s", message.path, error)
                         copy_again_at = min(copy_again_at, loop_time() + self._copy_pause_seconds)
@@ -256,7 +255,7 @@ class Standby:
                     if loop_time() >= copy_again_at:
                         self._copy_pause_seconds = min(2 * self._copy_pause_seconds, _LAST_COPY_PAUSE_SECONDS)
                         return
-                    if message.receipt and not all([await each.file.saved() for each in registries]):
+                    if message.receipt and not all([await each.file.saved() for each in registries.values()]):
                         copy_again_at = min(copy_again_at, loop_time() + self._copy_pause_seconds)
                     if message.receipt and copy_again_at == math.inf and self._is_complete:
                         self._copy_pause_seconds = _FIRST_COPY_PAUSE_SECONDS
