@@ -12,8 +12,8 @@ MAX_AXES = 64  # of a tensor, as numpy has it
 # ---- operator graphs ------------------------------------------------------------------------------------------------------
 MAX_JSON_OPERATORS = 100_000  # of a graph in JSON: planning time grows with them
 MAX_PROTO_BYTES = 128 << 20  # of an ONNX file without its large weights
-# Of an ONNX file, with bodies, and with functions wherever they are called. Networks have a few thousand; each takes 0.4 ms.
-MAX_NODES = 15_000
+# Of an ONNX file, with bodies, and with functions wherever they are called. Networks have a few thousand; each takes 0.2 ms.
+MAX_NODES = 20_000
 MAX_NESTING = 8  # of bodies of control flow in each other
 MAX_CALL_DEPTH = 32  # of functions that call each other
 MAX_EQUATION = 256  # characters of an Einsum
