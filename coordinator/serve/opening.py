@@ -32,10 +32,9 @@ from coordinator.serve.text.sentences import SentenceTokenizer
 from coordinator.serve.text.templates import compile_template
 from hearth.errors import BadCheckpoint, BadModelFile, HearthError, error_from_wire
 from hearth.platform.child import describe_exit
-from hearth.platform.process_limits import confine_reader, limit_processor_time, limit_written_bytes
+from hearth.platform.process_limits import confine_reader, limit_processor_time
 
 _FOLDER = "opened"  # of the state directory: which files of each model have been opened without harm
-_OUTPUT_BYTES = 4 << 20  # of the process
 _MAX_TEXT = 1000  # characters of a field of its errors: names in a file may have millions
 _TOO_SLOW = "reading it takes more processor time than any known model needs"
 _SAMPLE = "Hello, how are 2 of you? <b>Ünïcode</b> 你好 🙂"
@@ -115,7 +114,6 @@ def main() -> None:
     """Open the model of the goal on stdin, and answer with the files that were opened, or with an error."""
     goal = goal_from_json(sys.stdin.read())
     used = time.process_time()
-    limit_written_bytes(_OUTPUT_BYTES)
     limit_processor_time(max(OPEN_CPU_SECONDS, OPEN_CPU_FACTOR * used))
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads would take memory
     places = [place for folder in _folders(goal) for place in model_files.allowed_places(folder)]

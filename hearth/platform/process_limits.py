@@ -11,14 +11,17 @@ from pathlib import Path
 from hearth.platform.confine import confine
 from hearth.platform.system_calls import refuse_system_calls
 
+_MAX_WRITTEN_BYTES = 16 << 20  # of a file: plans go to pipes, and learnt policies have less than 1 MB
 _NO_PORTS = ((1, 0),)  # an empty range
 
 
 def confine_reader(readable: Iterable[Path], writable: Iterable[Path], more_bytes: int) -> None:
     """Leave this process these files, its libraries and no network, and `more_bytes` of private memory more than it has now.
 
-    Beyond that, allocations fail (MemoryError). Mapped files do not count, so that files larger than memory can be read.
+    Beyond that, allocations fail (MemoryError). Mapped files do not count, so that files larger than memory can be read. What
+    it writes to files, its output for instance, is limited too.
     """
+    _limit(resource.RLIMIT_FSIZE, _MAX_WRITTEN_BYTES)
     if sys.platform == "linux":
         fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
         _limit(resource.RLIMIT_DATA, int(fields["VmData"].split()[0]) * 1024 + more_bytes)
@@ -30,11 +33,6 @@ def limit_processor_time(more_seconds: float) -> None:
     """End this process by SIGXCPU after so much more processor time of all its threads."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + more_seconds))
-
-
-def limit_written_bytes(num_bytes: int) -> None:
-    """Let this process write files of at most this size."""
-    _limit(resource.RLIMIT_FSIZE, num_bytes)
 
 
 def _limit(what: int, value: int) -> None:

@@ -85,7 +85,7 @@ class TransformerKind:
             assert not isinstance(tokenizer, SentenceTokenizer)
             self._text_model = TextModel(self.model.spec, tokenizer, self.model.defaults)
             if tokenizer is not None and tokenizer.template is not None:
-                tokenizer.template.prepare()
+                tokenizer.template.process()  # so that no chat waits for its start
         self._kernels: dict[str, tuple[KernelChoice, ...]] = {}  # by device id; of devices that were profiled
         self._threads = TextThreads()
         # Attention rounds differently for one row and for several, such as those of guessed tokens.

@@ -43,16 +43,11 @@ class ChatTemplate:
         self._process: subprocess.Popen[bytes] | None = None
         self._unsent = b""  # what that process gets before the first chat
 
-    def prepare(self) -> None:
-        """Start the process, without waiting until it is ready, in a thread that lives on: the process ends with that."""
-        with self._lock:
-            self._running()
-
     def render(self, variables: Mapping[str, object]) -> str:
         """The text of a chat. Raises TemplateFailed, at the latest after `RENDER_SECONDS`."""
         chat = json.dumps({"now": self._now().isoformat(), "variables": variables}).encode()
         with self._lock:
-            process = self._running()
+            process = self.process()
             assert process.stdin is not None
             assert process.stdout is not None
             answered = select.poll()
@@ -71,7 +66,8 @@ class ChatTemplate:
             raise TemplateFailed(answer["error"])
         return str(answer["text"])
 
-    def _running(self) -> subprocess.Popen[bytes]:
+    def process(self) -> subprocess.Popen[bytes]:
+        """The process. It starts if it does not run, without being ready yet, and ends with the thread that starts it."""
         if self._process is None or self._process.poll() is not None:
             command = [sys.executable, "-m", "hearth.platform.child_main", str(os.getpid()), _MODULE]
             self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

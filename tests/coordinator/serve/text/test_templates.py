@@ -46,7 +46,7 @@ def test_template_that_turns_hostile_fails_that_chat_alone(
 def test_process_that_was_killed_is_replaced() -> None:
     template = ChatTemplate("{{ a }}")
     assert template.render({"a": "é\ud800\n🙂"}) == "é\ud800\n🙂"
-    process = template._running()
+    process = template.process()
     process.kill()
     process.wait()
     assert template.render({"a": 2}) == "2"
@@ -54,7 +54,6 @@ def test_process_that_was_killed_is_replaced() -> None:
 
 def test_process_ends_with_its_template() -> None:
     template = ChatTemplate("{{ a }}")
-    template.prepare()
-    process = template._running()
+    process = template.process()
     del template
     assert process.wait(10) < 0
