@@ -20,7 +20,7 @@ MAX_EQUATION = 256  # characters of an Einsum
 MAX_TENSOR_BYTES = 1 << 50  # of a tensor between nodes
 
 # ---- the process that opens a model before the coordinator does -----------------------------------------------------------
-OPEN_MEMORY_BYTES = 512 << 20  # more than its libraries take
+OPEN_MEMORY_BYTES = 480 << 20  # more than its libraries take
 # Of processor time, and at least so often what importing its libraries took, which tells how slow this computer is.
 OPEN_CPU_SECONDS, OPEN_CPU_FACTOR = 8.0, 10.0
 OPEN_SECONDS = 240.0  # by the clock: on a computer that is busy, or from a disk that is slow

@@ -143,7 +143,7 @@ async def test_hostile_model_is_refused_while_another_one_is_served(
         while not adding.done():
             await ask(controller, timeout_seconds=5.0)
             num_answers += 1
-        with pytest.raises(BadCheckpoint, match="512 MiB"):
+        with pytest.raises(BadCheckpoint, match="480 MiB"):
             await adding
         assert num_answers > 10
         assert list(served.controllers) == ["model"]
