@@ -77,9 +77,12 @@ def test_coordinator_serves_while_its_disk_hangs(tmp_path: Path, model: Path) ->
                 clients.wait_for_answers()
         assert longest_pause(clients) <= LONGEST_PAUSE_SECONDS
         for name, admitted, revoked in (("apps", "radio", "lamp"), ("devices", "attic", "cellar")):
-            file = disk.folder / f"{name}.json"
-            wait_for("the change on the disk", lambda file=file, name=admitted: name in file.read_text())
-            assert revoked in file.read_text().partition("revoked")[2]
+
+            def is_written(name: str = name, admitted: str = admitted, revoked: str = revoked) -> bool:
+                keys, _, rest = (disk.folder / f"{name}.json").read_text().partition("revoked")
+                return admitted in keys and revoked in rest
+
+            wait_for(f"the newest {name} on the disk", is_written)
         wait_for("the model off the disk", lambda: "detector" not in (disk.folder / "serving.json").read_text())
 
 
