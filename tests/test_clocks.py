@@ -19,7 +19,9 @@ WALL_CLOCK = {
     "coordinator/http/ollama/common.py",  # when an answer was made, as Ollama's API shows it
     "coordinator/http/openai/common.py",  # the same in OpenAI's
     "coordinator/serve/events/stream.py",  # when an event happened, for people: events are ordered by their numbers
+    "coordinator/serve/opening.py",  # the same when its template is tried
     "coordinator/serve/text/prompts.py",  # today's date in a chat template
+    "coordinator/serve/text/templates.py",  # which it renders
     "hearth/platform/socket_folder.py",  # age of a folder whose lock is free: the lock decides, a wrong clock only delays
 }
 _WALL_CLOCK_CALLS = {

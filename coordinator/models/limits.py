@@ -28,7 +28,4 @@ OPEN_SECONDS = 240.0  # by the clock: on a computer that is busy, or from a disk
 # ---- the process that renders a chat template -----------------------------------------------------------------------------
 RENDER_MEMORY_BYTES = 256 << 20  # more than its libraries take
 RENDER_SECONDS = 5.0  # of one chat, by the clock
-RENDERED_FACTOR, RENDERED_CHARACTERS = (
-    2,
-    1 << 20,
-)  # a chat may become so many times as long, and so many characters more
+RENDERED_FACTOR, RENDERED_CHARACTERS = 2, 1 << 20  # times as long as a chat may its text be, and this much longer

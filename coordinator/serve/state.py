@@ -241,7 +241,7 @@ class DurableFile(Generic[_T]):
         self._parse, self._on_change = parse, on_change
         self._content: str | None = None  # the newest; None: this program has written none
         self._writing = DiskWork(path, self._write)
-        self._stamp: tuple[int, int] | None = None  # of the file when it was last read or written here
+        self._stamp: tuple[int, ...] | None = None  # of the file when it was last read or written here
 
     @property
     def is_saved(self) -> bool:
@@ -302,13 +302,13 @@ class DurableFile(Generic[_T]):
             write_atomically(path, content, private=True, durable=True)
         self._stamp = self._stamp_now()
 
-    def _stamp_now(self) -> tuple[int, int]:
-        """Identifies the content of the file."""
+    def _stamp_now(self) -> tuple[int, ...]:
+        """Identifies the content of the file: each write makes a new one, perhaps of equal size in the same tick of the clock."""
         try:
             status = self.path.stat()
         except OSError:  # there is none
-            return 0, 0
-        return status.st_mtime_ns, status.st_size
+            return ()
+        return status.st_ino, status.st_mtime_ns, status.st_size
 
     def _set_aside(self, path: Path, error: Exception) -> None:
         kept = path.with_suffix(".unreadable" if path is self.path else ".bak.unreadable")

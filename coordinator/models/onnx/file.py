@@ -121,9 +121,8 @@ class OnnxFile:
         sha256 = hashlib.sha256()
         for path in self.paths():
             sha256.update(len(self._map(path)).to_bytes(8, "little"))
-            with open_model_file(
-                path, self.path.parent
-            ) as file:  # not through the mapping, whose pages would stay resident
+            # Not through the mapping, whose pages would stay resident.
+            with open_model_file(path, self.path.parent) as file:
                 while block := file.read(_HASH_BLOCK_BYTES):
                     sha256.update(block)
         return sha256.hexdigest()
