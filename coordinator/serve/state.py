@@ -303,7 +303,7 @@ class DurableFile(Generic[_T]):
         self._stamp = self._stamp_now()
 
     def _stamp_now(self) -> tuple[int, ...]:
-        """Identifies the content of the file: each write makes a new one, perhaps of equal size in the same tick of the clock."""
+        """Identifies the content of the file: each write makes a new one, perhaps of equal size in one tick of the clock."""
         try:
             status = self.path.stat()
         except OSError:  # there is none
