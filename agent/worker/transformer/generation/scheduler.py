@@ -8,7 +8,7 @@ sequences waits for room, the newest one of the caller with the most is preempte
 it is computed again, with the tokens that it has generated.
 
 A caller with more than twice as many sequences as another one is heavy. While there are lighter ones, also such as have just
-got their answers, heavy callers get a quarter of the time that these take: their rows are left out of orders while they have
+got their answers, heavy callers get an eighth of the time that these take: their rows are left out of orders while they have
 had more, and their prompts are prefilled in small chunks, since a lighter caller may wait for each.
 
 A decoding step may verify guesses of a sequence's next tokens (`speculation`): they are further rows of the step. Nothing is
@@ -33,7 +33,7 @@ from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
 from hearth.wire import messages as wire
 
 _HEAVY = 2  # times the sequences of another caller make one heavy
-_HEAVY_SHARE = 0.25  # of the time of lighter callers, for the heavy ones
+_HEAVY_SHARE = 0.125  # of the time of lighter callers, for the heavy ones
 _HEAVY_CHUNK_ROWS = 64  # of their prompts in one step: enough for matrix products to be efficient
 # For which a caller counts that has no sequence any more: an app asks again soon, or not at all.
 _EXPECTED_SECONDS = 1.0

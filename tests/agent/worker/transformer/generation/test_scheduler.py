@@ -365,15 +365,15 @@ def run_for(scheduler: Scheduler, num_orders: int) -> tuple[float, Counter[str],
     return milliseconds, tokens, most
 
 
-def test_caller_with_many_sequences_takes_a_quarter_of_the_time_of_one_with_few() -> None:
+def test_caller_with_many_sequences_takes_an_eighth_of_the_time_of_one_with_few() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=20000, max_sequences=16, prefill_rows=640))
     scheduler.add(sequence(99, 10, 3000, "light"))
     run_for(scheduler, 10)
     for number in range(40):
         scheduler.add(sequence(number, 20, 100, "heavy"))
     milliseconds, tokens, most = run_for(scheduler, 1500)
-    assert 0.75 < tokens["light"] * 2.0 / milliseconds <= 1  # of the time that its steps take alone
-    assert tokens["heavy"] > 0.2 * tokens["light"]
+    assert 0.85 < tokens["light"] * 2.0 / milliseconds <= 1  # of the time that its steps take alone
+    assert tokens["heavy"] > 0.03 * tokens["light"]
     assert most <= 64 + 16
 
 
