@@ -51,11 +51,17 @@ class TransformerModel:
 
 
 def open_model(goal: Goal) -> TransformerModel | GraphFile:
+    """`read_model`; of a graph, the weights are hashed, too, for its `fingerprint`, which takes long."""
+    model = read_model(goal)
+    if isinstance(model, GraphFile):
+        _ = model.fingerprint  # it is kept
+    return model
+
+
+def read_model(goal: Goal) -> TransformerModel | GraphFile:
     """Read the model of a goal, without weights. Raises BadCheckpoint, BadModelFile, BadSetting, UnsupportedOperator, ..."""
     if isinstance(goal, GraphGoal):
-        graph = read_graph_file(Path(goal.model_file), goal.dims)
-        _ = graph.fingerprint  # kept from now on: it reads all weights, in the caller's thread
-        return graph
+        return read_graph_file(Path(goal.model_file), goal.dims)
     return open_transformer(goal)
 
 

@@ -26,7 +26,7 @@ from coordinator.models import model_files
 from coordinator.models.cache_files import read_cached, write_cached
 from coordinator.models.graph_file import GraphFile
 from coordinator.models.limits import OPEN_CPU_FACTOR, OPEN_CPU_SECONDS, OPEN_MEMORY_BYTES, OPEN_SECONDS
-from coordinator.serve.goal import TransformerModel, open_model
+from coordinator.serve.goal import TransformerModel, open_model, read_model
 from coordinator.serve.state import Goal, GraphGoal, goal_from_json
 from coordinator.serve.text.sentences import SentenceTokenizer
 from coordinator.serve.text.templates import compile_template
@@ -47,7 +47,7 @@ def open_checked(goal: Goal, state_dir: Path | None = None) -> TransformerModel 
 
 
 def check_model(goal: Goal, state_dir: Path | None = None) -> None:
-    """Open the model of a goal in a confined process. Raises as `open_model` does, also where that process dies.
+    """Read the model of a goal in a confined process. Raises as `read_model` does, also where that process dies.
 
     In `state_dir` is kept which files passed, so that a home that starts again need not wait. A graph in JSON is no danger.
     """
@@ -85,7 +85,7 @@ def _open_in_process(goal: Goal) -> list[str]:
     """The files that the process has opened. Raises the error with which it failed."""
     command = [sys.executable, "-m", "hearth.platform.child_main", str(os.getpid()), __name__]
     task = goal.model_dump_json().encode()
-    with tempfile.TemporaryFile() as output:  # a file has a limit, other than a pipe
+    with tempfile.TemporaryFile() as output:  # unlike a pipe, a file has a limit of size
         try:
             code = subprocess.run(command, input=task, stdout=output, stderr=output, timeout=OPEN_SECONDS).returncode
         except subprocess.TimeoutExpired:
@@ -119,7 +119,7 @@ def main() -> None:
     places = [place for folder in _folders(goal) for place in model_files.allowed_places(folder)]
     confine_reader(places, (), OPEN_MEMORY_BYTES)
     try:
-        _use(open_model(goal))
+        _use(read_model(goal))
         answer: dict[str, Any] = {"files": sorted(model_files.opened)}
     except BaseException as error:
         answer = _failure(goal, error)

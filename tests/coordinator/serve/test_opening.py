@@ -16,8 +16,10 @@ from onnx import numpy_helper
 from support.checkpoints import write_model
 from support.hostile_models import CANARY, CORPUS, Opened, instead, key_of, open_all, save_decoder, save_one_weight
 
+from coordinator.models.onnx.file import OnnxFile
 from coordinator.models.onnx.reader import read_onnx
 from coordinator.serve import opening
+from coordinator.serve.goal import open_model, read_model
 from coordinator.serve.opening import check_model, open_checked
 from coordinator.serve.state import GraphGoal, TransformerGoal
 from hearth.errors import BadCheckpoint, BadModelFile
@@ -56,7 +58,7 @@ from coordinator.serve import opening
 def steal(goal):
     Path(goal.model_dir, "config.json").read_bytes()
     raise ValueError(Path(sys.argv[1]).read_text())
-opening.open_model = steal
+opening.read_model = steal
 opening.main()
 """
     done = run_python(code, str(key), said=goal.model_dump_json())
@@ -128,6 +130,18 @@ def test_files_that_passed_are_not_checked_again_until_one_of_them_changes(
     check_model(goal, state_dir)
     check_model(goal, state_dir)
     assert len(started) == 5
+
+
+def test_weights_are_not_read_before_a_graph_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The confined process has seconds of processor time, in which a large file cannot be hashed."""
+    save_one_weight(tmp_path, "w.bin")
+    (tmp_path / "w.bin").write_bytes(np.ones((8, 8), np.float32).tobytes())
+    goal, hashed = GraphGoal(model_file=str(tmp_path / "model.onnx")), list[str]()
+    monkeypatch.setattr(OnnxFile, "digest", property(lambda file: hashed.append("all") or "0" * 64))
+    read_model(goal)
+    assert hashed == []
+    open_model(goal)
+    assert hashed == ["all"]
 
 
 def test_links_into_the_blobs_of_the_same_repository_are_followed(tmp_path: Path) -> None:
