@@ -6,14 +6,16 @@ import itertools
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 from support.clients import Clients
-from support.frozen_disk import frozen_disk
+from support.frozen_disk import FrozenDisk, frozen_disk
 from support.graphs import save_two_branch_model
-from support.home import LOOPBACK, home_of
+from support.home import LOOPBACK, TestHome, home_of
 from support.models import save_random_model, small_bert
 from support.waiting import PATIENCE, wait_for
 
@@ -43,14 +45,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_random_model(tmp_path_factory.mktemp("model") / "bert", small_bert())
 
 
-def test_coordinator_serves_while_its_disk_hangs(tmp_path: Path, model: Path) -> None:
-    """Changes of keys and models are in force at once, and on the disk once it answers."""
-    folder = tmp_path / "home"
+@contextmanager
+def home_on_disk(folder: Path, model: Path, program: str) -> Iterator[tuple[TestHome, FrozenDisk]]:
+    """A home that serves, and the disk that holds the folder of one of its programs."""
     with (
-        frozen_disk(folder / "coordinator", tmp_path / "image") as disk,
-        home_of("ab", folder, model, None, "--strategy", "hmp") as home,
+        frozen_disk(folder / "home" / program, folder / "image") as disk,
+        home_of("ab", folder / "home", model, None, "--strategy", "hmp") as home,
     ):
         home.ready().close()
+        yield home, disk
+
+
+def test_coordinator_serves_while_its_disk_hangs(tmp_path: Path, model: Path) -> None:
+    """Changes of keys and models are in force at once, and on the disk once it answers."""
+    with home_on_disk(tmp_path, model, "coordinator") as (home, disk):
         lamp = home.run("key", "add-app", "lamp", check=True).stdout.strip()
         home.run("key", "add-device", "cellar", check=True)
         detector = str(save_two_branch_model(tmp_path / "detector.onnx", channels=8, size=48, depth=2))
@@ -88,12 +96,7 @@ def test_coordinator_serves_while_its_disk_hangs(tmp_path: Path, model: Path) ->
 
 def test_agent_works_while_its_disk_hangs(tmp_path: Path, model: Path) -> None:
     """A standby joins meanwhile, so that the agent is asked to store which devices vote."""
-    folder = tmp_path / "home"
-    with (
-        frozen_disk(folder / "a", tmp_path / "image") as disk,
-        home_of("ab", folder, model, None, "--strategy", "hmp") as home,
-    ):
-        home.ready().close()
+    with home_on_disk(tmp_path, model, "a") as (home, disk):
         stored = disk.folder / "state" / "configuration.json"
         with Clients(home, [ask, ask]) as clients:
             clients.wait_for_answers()
@@ -101,7 +104,7 @@ def test_agent_works_while_its_disk_hangs(tmp_path: Path, model: Path) -> None:
                 leader = f"{LOOPBACK}:{home.port('coordinator')}"
                 home.start_coordinator("--standby", "--leader", leader, model=False, name="standby")
                 wait_for("the standby", lambda: "the standby of coordinator\n" in home.log("standby"))
-                voters = folder / "b" / "state" / "configuration.json"
+                voters = tmp_path / "home" / "b" / "state" / "configuration.json"
                 wait_for("the configuration on the other agent", voters.exists)
                 time.sleep(3.0)  # longer than a lease
                 clients.wait_for_answers()

@@ -60,6 +60,14 @@ class Experiment(BaseModel, ABC):
         """Conclusions and tables of these rows. Pure."""
 
 
+def checked_names(given: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
+    """The names that a setting gives. Raises ValueError for one that is not known."""
+    known = list(known)
+    if unknown := [name for name in given if name not in known]:
+        raise ValueError(f"'{unknown[0]}' is none of {', '.join(known)}")
+    return given
+
+
 def names() -> list[str]:
     """The names of all experiments."""
     return sorted(name for kind in _kinds() for name in kind.NAMED)

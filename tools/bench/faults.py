@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from pydantic import Field, TypeAdapter, field_validator, model_validator
 from typing_extensions import Self
 
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment, Named, checked_names
 from tools.bench.fault_actions import FAULTS
 from tools.bench.fault_home import CLIENTS, LOADS, FaultHome, LoadName, served_home
 from tools.bench.fault_rows import (
@@ -72,9 +72,7 @@ class Faults(Experiment):
     @field_validator("faults")
     @classmethod
     def _known(cls, faults: tuple[str, ...]) -> tuple[str, ...]:
-        if unknown := [name for name in faults if name not in FAULTS]:
-            raise ValueError(f"'{unknown[0]}' is none of {', '.join(FAULTS)}")
-        return faults
+        return checked_names(faults, FAULTS)
 
     @model_validator(mode="after")
     def _fails_only_coordinators(self) -> Self:

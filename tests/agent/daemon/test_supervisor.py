@@ -74,17 +74,23 @@ BOUND = wire.WorkerBound(port=1, public_key="0" * 40, num_bytes_loaded=0)
 Running = tuple[WorkerProcess, ScriptedWorker]
 
 
+def run_instead(folder: Path, argument: int, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a program in place of Python that writes one of its arguments to a file, and sleeps.
+
+    It is called as `program -m agent.worker.main ENDPOINT REQUEST`.
+    """
+    program, part = folder / "program", folder / "part"
+    program.write_text(f'#!/bin/sh\nprintf %s "${argument}" > {part} && mv {part} {file}\nexec sleep 600\n')
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+
 @pytest.fixture
 @asynccontextmanager
 async def running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Running]:
     """A worker process in state ready. The process only writes its endpoint to a file; the test answers there."""
     endpoint = tmp_path / "endpoint"
-    program = tmp_path / "program"  # called as `program -m agent.worker.main ENDPOINT REQUEST`
-    program.write_text(
-        f'#!/bin/sh\nprintf %s "$3" > {tmp_path}/part && mv {tmp_path}/part {endpoint}\nexec sleep 600\n'
-    )
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
+    run_instead(tmp_path, 3, endpoint, monkeypatch)
     with zmq_context() as context:
         process = WorkerProcess(context, "kitchen", NEVER_FORK)
         try:
@@ -340,15 +346,8 @@ async def test_disk_without_room_for_a_socket_is_a_fault_of_the_device(monkeypat
 async def test_scratch_folder_is_removed_with_the_worker(
     end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, store = (
-        tmp_path / "program",
-        tmp_path / "store",
-    )  # called as `program -m agent.worker.main ENDPOINT REQUEST`
-    program.write_text(
-        f'#!/bin/sh\nprintf %s "$4" > {tmp_path}/part && mv {tmp_path}/part {tmp_path}/request\nexec sleep 600\n'
-    )
-    program.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(program))
+    store = tmp_path / "store"
+    run_instead(tmp_path, 4, tmp_path / "request", monkeypatch)
     with zmq_context() as context:
         process = WorkerProcess(context, "kitchen", NEVER_FORK)
         starting = asyncio.create_task(process.start(EXAMPLE.model_copy(update={"store_path": str(store)})))

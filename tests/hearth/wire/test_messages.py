@@ -24,7 +24,8 @@ from hearth.plan.transformer import SHARDED, LayerMode, TensorParallel
 from hearth.protocol import MAX_MESSAGE_BYTES, PROTOCOL_VERSION
 from hearth.wire import messages as wire
 
-# Written by `python -m golden.record`; a change here changes the protocol version.
+# Written by `python -m golden.record`. A change here changes the protocol version, unless it only adds fields with defaults,
+# which the other end ignores.
 GOLDEN = Path(__file__).parent / "golden_messages.json"
 TYPED = (errors.BadMessage, errors.FrameTooLarge, errors.ProtocolMismatch, errors.UnknownMessage)
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, TypeAdapter, field_validator
 
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment, Named, checked_names
 from tools.bench.http.home import chat_directory, http_home
 from tools.bench.http.hostile import ATTACKS
 from tools.bench.load import load_between, snapshot
@@ -78,9 +78,7 @@ class Flood(Experiment):
     @field_validator("attacks")
     @classmethod
     def _known(cls, attacks: tuple[str, ...]) -> tuple[str, ...]:
-        if unknown := [name for name in attacks if name not in ATTACKS]:
-            raise ValueError(f"'{unknown[0]}' is none of {', '.join(ATTACKS)}")
-        return attacks
+        return checked_names(attacks, ATTACKS)
 
     def measure(self, context: Context) -> Iterator[FloodRow]:
         yield from context.known

@@ -11,7 +11,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -60,18 +60,10 @@ class Hostile(HttpClients):
                 self._errors[type(error).__name__] += 1
                 await asyncio.sleep(_PAUSE_SECONDS)
 
-    async def long_answers(self, token: str) -> None:
+    async def generations(self, token: str, num_prompt_tokens: int, max_tokens: int) -> None:
         async with await self._library(token) as home:
             while True:
-                async with _generation(home, 12, _LONG) as answer:
-                    async for _ in answer:
-                        pass
-                self._done += 1
-
-    async def long_prompts(self, token: str) -> None:
-        async with await self._library(token) as home:
-            while True:
-                async with _generation(home, _LONG, 1) as answer:
+                async with _generation(home, num_prompt_tokens, max_tokens) as answer:
                     async for _ in answer:
                         pass
                 self._done += 1
@@ -121,8 +113,8 @@ class Hostile(HttpClients):
 
 # What an app does, as often as it can.
 ATTACKS: dict[str, Callable[[Hostile, str], Awaitable[None]]] = {
-    "long answers": Hostile.long_answers,
-    "long prompts": Hostile.long_prompts,
+    "long answers": partial(Hostile.generations, num_prompt_tokens=12, max_tokens=_LONG),
+    "long prompts": partial(Hostile.generations, num_prompt_tokens=_LONG, max_tokens=1),
     "requests that it cancels": Hostile.cancelled,
     "connections that it ends": Hostile.reconnecting,
     "chats over HTTP": Hostile.chats,
