@@ -269,7 +269,8 @@ class ShardStore:
         self._sizes[chunk] = self._sizes.pop(chunk)
 
     def _make_room(self, num_bytes: int) -> None:
-        if not self.path.is_dir():  # a disk that takes no writes must not hold the lock, which who reads needs, too
+        # On a disk that takes no writes, `mkdir` could hang with the lock held, which readers need, too.
+        if not self.path.is_dir():
             self.path.mkdir(parents=True, exist_ok=True)
         evictable = self._evictable()
         freeable = sum(self._sizes[chunk] for chunk in evictable)

@@ -21,11 +21,12 @@ MAX_TENSOR_BYTES = 1 << 50  # of a tensor between nodes
 
 # ---- the process that opens a model before the coordinator does -----------------------------------------------------------
 OPEN_MEMORY_BYTES = 480 << 20  # more than its libraries take
-# Of processor time, and at least so often what importing its libraries took, which tells how slow this computer is.
+# Of processor time: the greater of these seconds, and this factor times what importing its libraries took.
 OPEN_CPU_SECONDS, OPEN_CPU_FACTOR = 8.0, 10.0
 OPEN_SECONDS = 240.0  # by the clock: on a computer that is busy, or from a disk that is slow
 
 # ---- the process that renders a chat template -----------------------------------------------------------------------------
 RENDER_MEMORY_BYTES = 256 << 20  # more than its libraries take
 RENDER_SECONDS = 5.0  # of one chat, by the clock
-RENDERED_FACTOR, RENDERED_CHARACTERS = 2, 1 << 20  # times as long as a chat may its text be, and this much longer
+# The most characters of its text: this factor times the bytes of the chat, and this many more.
+RENDERED_FACTOR, RENDERED_CHARACTERS = 2, 1 << 20

@@ -27,9 +27,8 @@ def demo(
     from coordinator.serve.opening import check_model
     from coordinator.serve.state import TransformerGoal
 
-    check_model(
-        TransformerGoal(model_dir=str(model))
-    )  # raises for a missing or broken model before anything is started
+    # Raises for a missing or broken model before anything is started.
+    check_model(TransformerGoal(model_dir=str(model)))
     began = time.monotonic()
 
     def report(line: str) -> None:

@@ -160,10 +160,10 @@ class Controller:
                 await asyncio.wait({self._action_task})
             if self.keep_workers:
                 self._retired = []
-            if self.deployment is not None and self.keep_workers:
-                self.requests.admission.close(errors.NotServing(state="another coordinator takes over"))
-                self.deployment.fail(errors.LeaseLost(device="this home"))
-                self.deployment = None
+                if self.deployment is not None:
+                    self.requests.admission.close(errors.NotServing(state="another coordinator takes over"))
+                    self.deployment.fail(errors.LeaseLost(device="this home"))
+                    self.deployment = None
             await self._late_links.close()
             await self._stop_workers()
             await asyncio.gather(*self._background, return_exceptions=True)

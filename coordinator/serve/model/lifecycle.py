@@ -2,7 +2,7 @@
 
 Events report what happened; `controller` executes the actions. The phases of a start without failures: idle, settling
 (waiting for devices), profiling, planning, pushing weights, loading, warming up, serving. After a restart: idle, adopting
-(taking over the running workers), warming up, serving. So it is after leases were lost and no other coordinator took them.
+(taking over the running workers), warming up, serving; the same after leases were lost and no other coordinator has taken them.
 """
 
 from __future__ import annotations

@@ -49,9 +49,8 @@ def _growth(part: Any) -> float:
         ((kind, pattern),) = part["pattern"].items()
         length = len(part["content"])
         return length + 1 if kind == "Regex" or not pattern else max(length / len(pattern), 1)
-    if (
-        part["type"] == "Precompiled"
-    ):  # the size of a table, the table, and the replacements of letters, each with a 0 behind
+    if part["type"] == "Precompiled":
+        # The size of a table, the table, and the replacements of letters, each with a 0 behind.
         table = base64.b64decode(part["precompiled_charsmap"])
         texts = table[4 + int.from_bytes(table[:4], "little") :].decode(errors="replace").split("\0")
         return max(map(len, texts))
@@ -70,7 +69,7 @@ def no_panic(path: Path) -> Iterator[None]:
 
 
 def encoded(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> Encoding:
-    """A text as the library encodes it, other than whose `encode` this lets the threads of the process go on meanwhile."""
+    """Encode a text. Unlike the library's `encode`, this does not hold Python's lock, so that other threads go on."""
     return tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)[0]
 
 

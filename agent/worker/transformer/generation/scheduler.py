@@ -40,7 +40,7 @@ _EXPECTED_SECONDS = 1.0
 
 
 class _Order(NamedTuple):
-    """An order in flight: its rows of light and heavy callers, and whether there were both."""
+    """An order in flight: the number of its rows of light and of heavy callers, and whether any caller is heavy."""
 
     num_light: int
     num_heavy: int
@@ -183,7 +183,7 @@ class Scheduler:
             return None
         num_rows = sum(len(each.token_ids) for each in rows)
         of_heavy = (each for each in rows if self._by_cache[each.sequence].request.caller in self._heavy)
-        num_heavy = sum(len(each.token_ids) for each in of_heavy) if self._heavy else 0
+        num_heavy = sum(len(each.token_ids) for each in of_heavy)
         self._in_flight.append(_Order(num_rows - num_heavy, num_heavy, bool(self._heavy)))
         freed, self._freed = tuple(self._freed), []
         dropped, self._dropped = tuple(self._dropped), []
@@ -216,7 +216,7 @@ class Scheduler:
         self._seen |= {caller: (self._seconds, count) for caller, count in present.items()}
         if len(self._seen) < 2:
             return frozenset()
-        least = min((count for _, count in self._seen.values()), default=0)
+        least = min(count for _, count in self._seen.values())
         return frozenset(caller for caller, (_, count) in self._seen.items() if count > _HEAVY * least)
 
     def _next_rows(self, left_out: Container[str]) -> tuple[wire.SequenceRows, ...]:
@@ -284,7 +284,7 @@ class Scheduler:
         return min(self._waiting, key=lambda each: num_running[each.request.caller])
 
     def _victim(self) -> SequenceState | None:
-        """The running sequence to preempt: the newest of the caller with the most, but none of the order in preparation."""
+        """The running sequence to preempt: the newest of the caller with the most, except those that are in this order."""
         num_running = self._num_running_of_callers()
         others = (each for each in self._running.values() if each.last_order < self._num_orders)
         return max(others, key=lambda each: (num_running[each.request.caller], each.cache), default=None)
