@@ -96,8 +96,9 @@ test-numpy1: .venv-numpy1/installed
 	@.venv-numpy1/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
 	  --ignore tests/tools --ignore tests/simulation --ignore tests/golden --ignore tests/test_packaging.py
 
-# Debian's package (DEB_KEY: the key that signs it, as gpg names it), and Hearth as it is installed: under a real systemd, and on ARM. Both need root on a Debian machine, keep what
-# they download in .boot (2 GB each), and end within 40 and 60 minutes; where they cannot run, they say why.
+# Debian's package, signed with the key that DEB_KEY names to gpg; and Hearth as it is installed: under a real systemd, and on ARM.
+# The last two need root on a Debian machine, keep what they download in .boot (2 GB each), and end within 40 and 60 minutes; where
+# they cannot run, they say why.
 .PHONY: deb test-boot test-arm64
 deb: .venv/installed
 	@PYTHON=.venv/bin/python systemd/deb.sh dist
