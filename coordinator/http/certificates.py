@@ -15,6 +15,7 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta, timezone
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -178,6 +179,11 @@ def _pem(key: ec.EllipticCurvePrivateKey | None, *certificates: x509.Certificate
     return b"".join([*own, *(each.public_bytes(Encoding.PEM) for each in certificates)])
 
 
+def _use(context: ssl.SSLContext, connection: ssl.SSLObject, _: str | None, __: ssl.SSLContext) -> None:
+    """Take the certificate from this context, all of it at once: it is loaded in a thread, and connections begin meanwhile."""
+    connection.context = context
+
+
 def _is_address(name: str) -> bool:
     try:
         ip_address(name)
@@ -214,7 +220,9 @@ class OwnTls:
             try:
                 made = await on_disk(self._folder, FILE_SECONDS, self._current)
                 if made.is_new:
-                    await on_disk(self._folder, FILE_SECONDS, context.load_cert_chain, made.chain)
+                    renewed = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+                    await on_disk(self._folder, FILE_SECONDS, renewed.load_cert_chain, made.chain)
+                    context.sni_callback = partial(_use, renewed)
             except (BadSetting, DiskHung) as error:
                 log.warning("%s", error)
                 continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import socket
 from collections import deque
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
@@ -186,6 +187,10 @@ class VirtualLoop(asyncio.base_events.BaseEventLoop):
 
         self.call_later(THREAD_SECONDS, run)
         return future
+
+    async def getaddrinfo(self, host: str, *_: Any, **__: Any) -> Any:
+        """No name has an address: the network knows hosts by their names, and the real resolver would take real seconds."""
+        raise socket.gaierror(socket.EAI_NONAME, f"{host} is a name of the simulation")
 
     def add_signal_handler(self, number: int, callback: Callable[..., object], *args: Any) -> None:
         process = CURRENT_PROCESS.get()
