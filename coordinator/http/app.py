@@ -237,7 +237,9 @@ async def _version(request: Request) -> Response:
 def _failed(request: Request, error: Exception) -> Response:
     shown = error if isinstance(error, Failure) else failure(error) if isinstance(error, HearthError) else _BROKEN
     content: dict[str, Any] = shown.ollama() if request.url.path.startswith("/api/") else shown.openai()
-    return JSONResponse(content, shown.status, shown.headers)
+    # The rest of a body is not read, and so the connection ends.
+    ends = request.method == "POST" and not getattr(request.state, "is_read", False)
+    return JSONResponse(content, shown.status, {**shown.headers, **({"connection": "close"} if ends else {})})
 
 
 def _refused(request: Request, error: Exception) -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -20,8 +21,12 @@ from hearth.errors import NotServing
 from hearth.wire import messages as wire
 
 MAX_BODY_BYTES = 8 << 20  # a chat that fills the longest contexts has a tenth of it
-# Of requests that have not ended: a body and what is made of it stay in memory as long.
+# Of requests that have not ended: a body and what is made of it stay in memory as long. Those of a token count longer, a second
+# for the largest body: to read one costs the processor time of thousands of small requests.
 MAX_BYTES_OF_TOKEN, MAX_BYTES = 12 << 20, 32 << 20
+REFUSED_SECONDS = (
+    1.0  # after which too large a body is answered: who tries again at once keeps the gateway busy no more than that
+)
 # In a body. A chat of a hundred messages with a hundred tools has some thousands.
 MAX_VALUES = 1 << 16
 _READY_SECONDS = 5.0  # for a home that is not ready now: one that has lost a device plans again within a second or two
@@ -134,10 +139,11 @@ Handler = Callable[[Call], Awaitable[Answer]]
 
 
 class Bodies:
-    """Counts the bytes of the bodies of all requests that have not ended, by token."""
+    """Counts the bytes of the bodies of all requests that have not ended, and by token."""
 
     def __init__(self) -> None:
         self._of_token: Counter[str] = Counter()
+        self._num_held = 0  # of all tokens, by requests that have not ended
 
     @contextmanager
     def of(self, token: str) -> Iterator[Callable[[Request], Awaitable[object]]]:
@@ -153,27 +159,30 @@ class Bodies:
             if self._of_token[token] + more > MAX_BYTES_OF_TOKEN:
                 reason = f"The requests of this token that run have more than {MAX_BYTES_OF_TOKEN} bytes."
                 raise Failure(429, reason, "rate_limit_error", code="too_many_bytes")
-            if self._of_token.total() + more > MAX_BYTES:
+            if self._num_held + more > MAX_BYTES:
                 raise Failure(503, f"The requests that run have more than {MAX_BYTES} bytes.", "server_error")
             self._of_token[token] += more
+            self._num_held += more
             num_held += more
 
         try:
             yield lambda request: _read(request, hold)
         finally:
-            self._of_token[token] -= num_held
-            self._of_token += Counter()  # without tokens that hold nothing
+            self._num_held -= num_held
+            asyncio.get_running_loop().call_later(num_held / MAX_BODY_BYTES, self._forget, token, num_held)
+
+    def _forget(self, token: str, num_bytes: int) -> None:
+        self._of_token[token] -= num_bytes
+        self._of_token += Counter()  # without tokens that hold nothing
 
 
 async def _read(request: Request, hold: Callable[[int], None]) -> object:
     """The JSON value. Raises Failure if it is no JSON, is too large or holds too much, or if too much is sent at once."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal():
-        hold(int(declared))  # not read at all, if it is too much
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        hold(len(body))
+    try:
+        body = await _bytes(request, hold)
+    except Failure:
+        await asyncio.sleep(REFUSED_SECONDS)
+        raise
     if num_values(body) > MAX_VALUES:
         raise Failure(413, f"The body has more than {MAX_VALUES} values.")
     try:
@@ -181,6 +190,18 @@ async def _read(request: Request, hold: Callable[[int], None]) -> object:
     except ValueError as error:
         raise Failure(400, f"The body is not valid JSON: {error}.") from None
     return value
+
+
+async def _bytes(request: Request, hold: Callable[[int], None]) -> bytearray:
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal():
+        hold(int(declared))  # not read at all, if it is too much
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        hold(len(body))
+    request.state.is_read = True
+    return body
 
 
 def num_values(text: bytes | bytearray) -> int:

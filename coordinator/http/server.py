@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from functools import partial
+from typing import Any
 
 import h11
 import uvicorn
@@ -24,7 +25,7 @@ from coordinator.http.app import MAX_HEADER_BYTES, http_app
 from coordinator.http.homes import Homes
 from coordinator.http.settings import HttpSettings
 from hearth.errors import HearthError
-from hearth.platform.asyncio_tools import cancel_all, supervised
+from hearth.platform.asyncio_tools import cancel_all, loop_time, supervised
 from hearth.platform.discovery import HTTP_SERVICE, advertised
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.network import bracketed, listening_socket
@@ -36,11 +37,13 @@ UNREAD_SECONDS = 60.0  # for which a client may leave 64 KiB of its answer unrea
 MAX_CONNECTIONS = 512
 MAX_CONNECTIONS_OF_ADDRESS = 128
 HANDSHAKE_SECONDS = 5.0  # of TLS
+REQUEST_SECONDS = 1.0  # that a connection has for its request until another one may take its place
 _NO_DESCRIPTOR_SECONDS = 0.1  # to wait after an error of accepting, such as too many open files
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _IDLE_SECONDS = 30  # after an answer, for the next request to begin; the first one has ARRIVAL_SECONDS
-_BACKLOG = 128  # connections that the kernel accepts while the process is busy
+_BACKLOG = 2048  # connections that the kernel accepts while the process is busy; it drops further ones, for a second
+_ACCEPTED_AT_ONCE = 100
 _DRAIN_SECONDS = 5  # for answers in progress at the end
 
 
@@ -123,20 +126,26 @@ class Connections:
         try:
             while True:
                 try:
-                    accepted, address = await loop.sock_accept(listening)
+                    self._open_or_close(*await loop.sock_accept(listening))
+                    with suppress(BlockingIOError):
+                        for _ in range(_ACCEPTED_AT_ONCE):
+                            self._open_or_close(*listening.accept())
+                    await asyncio.sleep(0)  # `sock_accept` does not let others run while connections wait
                 except OSError as error:
                     log.warning("a connection cannot be accepted: %s", error)
                     await asyncio.sleep(_NO_DESCRIPTOR_SECONDS)
-                    continue
-                if not self._server.should_exit and self._has_room(address[0]):
-                    connection = _Connection(address[0])
-                    self._open[connection] = None
-                    connection.opening = asyncio.create_task(self._connect(connection, accepted))
-                    connection.opening.add_done_callback(partial(self._opened, connection, accepted))
-                else:
-                    accepted.close()
         finally:
             await cancel_all([each.opening for each in self._open if each.opening is not None])
+
+    def _open_or_close(self, accepted: socket.socket, address: tuple[Any, ...]) -> None:
+        if self._server.should_exit or not self._has_room(address[0]):
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        connection = _Connection(address[0])
+        self._open[connection] = None
+        connection.opening = asyncio.create_task(self._connect(connection, accepted))
+        connection.opening.add_done_callback(partial(self._opened, connection, accepted))
 
     def _has_room(self, address: str) -> bool:
         """Whether one more connection of this address may be open, if need be in place of an older one."""
@@ -146,7 +155,7 @@ class Connections:
             if len(crowded) < MAX_CONNECTIONS:
                 return True
         oldest = next((each for each in crowded if each.awaits_request), None)
-        if oldest is None:
+        if oldest is None or loop_time() < oldest.opened + REQUEST_SECONDS:
             return False
         del self._open[oldest]
         oldest.abort()
@@ -180,6 +189,7 @@ class _Connection:
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self.opened = loop_time()
         self.opening: asyncio.Task[None] | None = None
         self.protocol: BoundedProtocol | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
@@ -15,13 +14,19 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette")
 
 from starlette.requests import Request
+from support.waiting import until
 
 from coordinator.http import request as module
 from coordinator.http.failures import Failure
 from coordinator.http.request import MAX_BODY_BYTES, MAX_VALUES, Bodies, num_values
 
 
-def read(reader: Callable[[Request], Awaitable[object]], *pieces: bytes, declared: int | None = None) -> object:
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REFUSED_SECONDS", 0.0)
+
+
+async def read(reader: Callable[[Request], Awaitable[object]], *pieces: bytes, declared: int | None = None) -> object:
     """The value of a body that comes in pieces, or the status of its refusal."""
     incoming = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
 
@@ -30,11 +35,8 @@ def read(reader: Callable[[Request], Awaitable[object]], *pieces: bytes, declare
 
     headers = [(b"content-length", str(declared).encode())] if declared is not None else []
 
-    async def run() -> object:
-        return await reader(Request({"type": "http", "method": "POST", "headers": headers}, receive))
-
     try:
-        return asyncio.run(run())
+        return await reader(Request({"type": "http", "method": "POST", "headers": headers}, receive))
     except Failure as failure:
         return failure.status
 
@@ -59,22 +61,25 @@ def test_values_are_counted_without_reading_them(value: object, is_ascii: bool) 
 
 
 @pytest.mark.parametrize("each", [b"[],", b'"",', b"0,", b'{"":0},'])
-def test_body_with_too_many_values_is_refused(each: bytes) -> None:
+async def test_body_with_too_many_values_is_refused(each: bytes) -> None:
     with Bodies().of("t") as reader:
-        assert read(reader, b"[" + each * MAX_VALUES + b"0]") == 413
-        assert read(reader, text := json.dumps(str(each * MAX_VALUES)).encode()) == json.loads(text)
+        assert await read(reader, b"[" + each * MAX_VALUES + b"0]") == 413
+        assert await read(reader, text := json.dumps(str(each * MAX_VALUES)).encode()) == json.loads(text)
 
 
-def test_bytes_count_until_the_request_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bytes_count_until_the_request_ends_and_for_their_share_of_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "MAX_BYTES_OF_TOKEN", 10)
     monkeypatch.setattr(module, "MAX_BYTES", 16)
     bodies = Bodies()
     with ExitStack() as stack:
         one, two, three, again = (stack.enter_context(bodies.of(token)) for token in ("one", "two", "three", "one"))
-        assert read(one, b"[1,", b"2,3]") == [1, 2, 3]
-        assert read(again, declared=4) == read(again, b"[1]", b" ") == 429
-        assert read(two, b"[1,2]") == [1, 2]
-        assert read(three, b"[1,2,3]") == 503
-        assert read(three, declared=MAX_BODY_BYTES + 1) == 413
+        assert await read(one, b"[1,", b"2,3]") == [1, 2, 3]
+        assert await read(again, declared=4) == await read(again, b"[1]", b" ") == 429
+        assert await read(two, b"[1,2]") == [1, 2]
+        assert await read(three, b"[1,2,3]") == 503
+        assert await read(three, declared=MAX_BODY_BYTES + 1) == 413
     with bodies.of("one") as reader:
-        assert read(reader, b"[1,2,3,4]", declared=9) == [1, 2, 3, 4]
+        await until("the end of the token's second", lambda: not bodies._of_token)
+        assert await read(reader, b"[1,2,3,4]", declared=9) == [1, 2, 3, 4]

@@ -100,6 +100,7 @@ async def test_answer_that_nobody_reads_ends_its_connection(monkeypatch: pytest.
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS_OF_ADDRESS", 8)
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 12)
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 0.0)
 
 
 def opened(port: int, count: int, address: str = "127.0.0.1") -> list[socket.socket]:
@@ -131,6 +132,19 @@ async def test_oldest_connection_without_a_request_makes_room() -> None:
         await until_closed(of_one, of_one[:14])
         assert b"200 OK" in await received(port, REQUEST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
         for each in (*of_one, *others):
+            each.close()
+
+
+@pytest.mark.usefixtures("few")
+async def test_connection_has_a_second_for_its_request_before_another_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "REQUEST_SECONDS", 3600.0)
+    async with served(app) as port:
+        of_one = opened(port, 20, "127.0.0.2")
+        await until_closed(of_one, of_one[8:])
+        assert b"200 OK" in await received(port, REQUEST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
+        for each in of_one:
             each.close()
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from pathlib import Path
@@ -41,7 +42,15 @@ def request_bytes(
 
 
 class HttpClients(HomeClients):
-    """Clients of one app."""
+    """Clients of one app. They speak TLS once they know the authority of the gateway's certificate."""
+
+    def __init__(self, key: Path, address: str) -> None:
+        super().__init__(key, address)
+        self.tls: ssl.SSLContext | None = None
+
+    async def trust(self, authority: str) -> None:
+        """Speak TLS from now on. `authority`: the file with its certificate."""
+        self.tls = ssl.create_default_context(cafile=authority)
 
     async def first_tokens(self, token: str, body: dict[str, Any], pairs: int) -> dict[str, Any]:
         """Ask the coordinator directly and over HTTP, in turn. Returns the seconds until the first text of each."""
@@ -59,7 +68,7 @@ class HttpClients(HomeClients):
 
     async def streams(self, token: str, bodies: list[Any]) -> dict[str, Any]:
         """All chats at once, each over a connection of its own. Returns their texts and number of tokens."""
-        chats = await asyncio.gather(*(_chat_alone(token, body) for body in bodies))
+        chats = await asyncio.gather(*(self._chat(token, body) for body in bodies))
         tokens = sum(chat.usage["completion_tokens"] for chat in chats)
         return {"texts": [chat.text for chat in chats], "tokens": tokens}
 
@@ -70,7 +79,7 @@ class HttpClients(HomeClients):
 
     async def ask(self, token: str, body: dict[str, Any]) -> dict[str, Any]:
         """One streamed chat: the seconds until its first event, and its usage."""
-        chat = await _chat_alone(token, body)
+        chat = await self._chat(token, body)
         return {"first_seconds": chat.event_seconds, "usage": chat.usage}
 
     async def keep_asking(self, token: str, seconds: float, max_tokens: int) -> dict[str, Any]:
@@ -94,11 +103,11 @@ class HttpClients(HomeClients):
                 await asyncio.sleep(pause)
 
         async def over_http() -> int:
-            return int((await _chat_alone(token, body)).usage["completion_tokens"])
+            return int((await self._chat(token, body)).usage["completion_tokens"])
 
         async def look() -> int:
             began = loop.time()
-            reader, writer = await asyncio.open_connection(HOST, PORT)
+            reader, writer = await asyncio.open_connection(HOST, PORT, ssl=self.tls)
             writer.write(request_bytes("GET", "/health"))
             await reader.readuntil(b"\r\n\r\n")
             waits.append(loop.time() - began)
@@ -118,6 +127,13 @@ class HttpClients(HomeClients):
             "connect_seconds": max(waits),
         }  # fmt: skip
 
+    async def _chat(self, token: str, body: dict[str, Any]) -> _Chat:
+        """A chat over a connection of its own."""
+        streams = await asyncio.open_connection(HOST, PORT, ssl=self.tls)
+        chat = await _chat(streams, token, body)
+        streams[1].close()
+        return chat
+
     async def _library(self, token: str) -> AsyncHome:
         """A connection of the client library as the app of this token."""
         coordinator = coordinator_access(load_credential(self._key)).server_public
@@ -134,14 +150,6 @@ class _Chat(NamedTuple):
 
 
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def _chat_alone(token: str, body: dict[str, Any]) -> _Chat:
-    """A chat over a connection of its own."""
-    streams = await asyncio.open_connection(HOST, PORT)
-    chat = await _chat(streams, token, body)
-    streams[1].close()
-    return chat
 
 
 async def _chat(streams: _Streams, token: str, body: dict[str, Any]) -> _Chat:

@@ -15,7 +15,7 @@ from pydantic import Field, TypeAdapter, field_validator
 
 from tools.bench.experiment import Context, Experiment, Named, checked_names
 from tools.bench.http.home import chat_directory, http_home
-from tools.bench.http.hostile import ATTACKS
+from tools.bench.http.hostile import ATTACKS, ONE_AFTER_THE_OTHER
 from tools.bench.load import load_between, snapshot
 from tools.bench.processes import ClientProcess
 from tools.bench.results import COUNT, PERCENT, Finding, Record, Summary, at_least, at_most, equal, summarise
@@ -25,6 +25,7 @@ _MODEL: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8,
     "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 4000, "max_position_embeddings": 1024,
 }  # fmt: skip
+_HOSTILE_APPS = 20  # where there are many
 _TOKENS = 16  # of an answer to the good app
 _LEAST_SHARE = 0.8  # target: of the answers and tokens that the good app gets alone
 _MOST_SECONDS = 0.3  # target: of a new connection, until the first answer
@@ -67,12 +68,19 @@ class Flood(Experiment):
 
     ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(FloodRow)
     PAGE = "http"
-    NAMED: ClassVar[Named] = {"flood": {"title": "One hostile app beside one that behaves"}}
+    NAMED: ClassVar[Named] = {
+        "flood": {"title": "One hostile app beside one that behaves"},
+        "flood-tls": {
+            "title": "The same with TLS: connections without a handshake", "tls": True, "attacks": ["idle HTTP connections"],
+        },
+        "flood-bodies": {"title": "A thousand hostile bodies", "attacks": [ONE_AFTER_THE_OTHER], "seconds": 60.0},
+    }  # fmt: skip
 
-    attacks: tuple[str, ...] = tuple(ATTACKS)
+    attacks: tuple[str, ...] = tuple(name for name in ATTACKS if name != ONE_AFTER_THE_OTHER)
     rounds: int = Field(3, ge=1)
     seconds: float = Field(10.0, gt=0)  # of each time
     tasks: int = Field(70, ge=1)  # of the hostile app, at once
+    tls: bool = False
     connections: int = Field(2000, ge=1)  # that it holds
 
     @field_validator("attacks")
@@ -84,12 +92,14 @@ class Flood(Experiment):
         yield from context.known
         context.report("making the model")
         model = chat_directory(_MODEL, context.folder / "model")
-        options = ("--context", "512", "--sequences", "4")
+        options = ("--context", "512", "--sequences", "4", *(["--http-tls"] if self.tls else []))
         with (
             http_home(context, model, 2, *options) as home,
             ClientProcess(home.testbed, "http.hostile") as hostile,
         ):
-            good, bad = home.new_app("good"), home.new_app("bad")
+            if self.tls:
+                home.clients.call("trust", authority=home.authority())
+            good, *bad = [home.new_app(name) for name in ("good", *(f"bad{number}" for number in range(_HOSTILE_APPS)))]
             home.clients.call("keep_asking", token=good, seconds=1.0, max_tokens=_TOKENS)  # warms up
 
             def ask() -> Good:
@@ -101,8 +111,9 @@ class Flood(Experiment):
                 for number in range(self.rounds):
                     context.report(f"{attack}: round {number + 1} of {self.rounds}")
                     alone.append(ask())
-                    count = self.connections if attack == "idle HTTP connections" else self.tasks
-                    hostile.call("begin", attack=attack, token=bad, count=count)
+                    count = {"idle HTTP connections": self.connections, ONE_AFTER_THE_OTHER: 1}.get(attack, self.tasks)
+                    tokens = bad if attack == ONE_AFTER_THE_OTHER else bad[:1]
+                    hostile.call("begin", attack=attack, tokens=tokens, count=count)
                     beside.append(ask())
                     ended = hostile.call("end")
                     done += ended["done"]

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 
+from coordinator.http.certificates import AUTHORITY_FILE
 from hearth.errors import InternalError
 from tools.bench.experiment import Context
 from tools.bench.homes import shared_home, stop_coordinator, with_argument
@@ -49,6 +50,10 @@ class HttpHome:
             self.testbed.hearth("key", "add-app", name, "--token", "--json", "--address", hub)
         )
         return str(answer["token"])
+
+    def authority(self) -> str:
+        """The file with the certificate of the gateway's authority, if it speaks TLS."""
+        return str(self.testbed.folder / "coordinator" / "tls" / AUTHORITY_FILE)
 
     def gateway_seconds(self) -> float:
         """Processor time of the gateway's process."""

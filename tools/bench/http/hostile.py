@@ -6,12 +6,14 @@ Each has one valid key, and does one thing as often as it can.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import sys
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from functools import cache, partial
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +40,13 @@ class Hostile(HttpClients):
         self._tasks: list[asyncio.Task[None]] = []
         self._done = 0
         self._errors: Counter[str] = Counter()
+        self._num_bodies = 0
 
-    async def begin(self, attack: str, token: str, count: int) -> None:
-        """Start `count` tasks that do the same again and again."""
+    async def begin(self, attack: str, tokens: list[str], count: int) -> None:
+        """Start `count` tasks that do the same again and again, with these tokens in turn."""
         self._done, self._errors = 0, Counter()
-        self._tasks = [asyncio.create_task(self._repeat(ATTACKS[attack], token)) for _ in range(count)]
+        turns = cycle(tokens)
+        self._tasks = [asyncio.create_task(self._repeat(ATTACKS[attack], turns)) for _ in range(count)]
 
     async def end(self) -> dict[str, Any]:
         """Returns how often it was done, and the number of errors by their names."""
@@ -51,10 +55,10 @@ class Hostile(HttpClients):
         await asyncio.gather(*self._tasks, return_exceptions=True)
         return {"done": self._done, "errors": dict(self._errors)}
 
-    async def _repeat(self, act: Callable[[Hostile, str], Awaitable[None]], token: str) -> None:
+    async def _repeat(self, act: Callable[[Hostile, str], Awaitable[None]], tokens: Iterator[str]) -> None:
         while True:
             try:
-                await act(self, token)
+                await act(self, next(tokens))
                 self._done += 1
             except (HearthError, OSError, ValueError, asyncio.TimeoutError, asyncio.IncompleteReadError) as error:
                 self._errors[type(error).__name__] += 1
@@ -94,14 +98,14 @@ class Hostile(HttpClients):
     async def idle_connections(self, token: str) -> None:
         reader, writer = await _connection()
         try:
-            writer.write(b"GET /health HTTP/1.1\r\n")
             await with_timeout(_HELD_SECONDS, reader.read(1))
         finally:
             writer.close()
 
     async def large_bodies(self, token: str) -> None:
-        body = _large_body(random.choice(["[]", "[[]]", '""', "0", "{}", '{"a":[]}', "null", '"\\ud800"', "1e999"]))
-        head = f"POST /v1/embeddings HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
+        self._num_bodies += 1
+        path, body = generated_body(self._num_bodies)
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
         reader, writer = await _connection()
         try:
             writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode())
@@ -111,6 +115,7 @@ class Hostile(HttpClients):
             writer.close()
 
 
+ONE_AFTER_THE_OTHER = "HTTP bodies of 8 MiB, one after the other, of many apps"  # so that none is refused unread
 # What an app does, as often as it can.
 ATTACKS: dict[str, Callable[[Hostile, str], Awaitable[None]]] = {
     "long answers": partial(Hostile.generations, num_prompt_tokens=12, max_tokens=_LONG),
@@ -121,6 +126,7 @@ ATTACKS: dict[str, Callable[[Hostile, str], Awaitable[None]]] = {
     "chats over HTTP that it does not read": Hostile.unread_chats,
     "idle HTTP connections": Hostile.idle_connections,
     "HTTP bodies of 8 MiB": Hostile.large_bodies,
+    ONE_AFTER_THE_OTHER: Hostile.large_bodies,
 }
 
 
@@ -129,10 +135,35 @@ async def _connection(limit: int = 1 << 16) -> tuple[asyncio.StreamReader, async
     return await asyncio.open_connection(HOST, PORT, limit=limit, local_addr=("127.0.0.2", 0))
 
 
-@cache
-def _large_body(value: str) -> bytes:
-    """JSON with a list of nothing but this value."""
-    return b'{"input": [' + b",".join([value.encode()] * (_BODY_BYTES // (len(value) + 1) - 8)) + b"]}"
+def generated_body(number: int) -> tuple[str, bytes]:
+    """A path and a body of `_BODY_BYTES`: a field with the same random value again and again, often not quite JSON."""
+    rng = random.Random(number)
+    path, field = rng.choice(_FIELDS)
+    value = json.dumps(_value(rng, 3), ensure_ascii=rng.random() < 0.5)
+    if rng.random() < 0.3:
+        at = rng.randrange(len(value))
+        value = value[:at] + rng.choice('[]{}",:\\0') + value[at + 1 :]
+    begin, end = rng.choice([("[", "]"), ("[", "]"), ("", ""), ('"', '"'), ('{"a":', "}"), ("[[[[", "]]]]")])
+    repeated = (value + rng.choice([",", ",", ", ", "", "\n", ":"])).encode(errors="surrogatepass")
+    head, tail = f'{{"model": "model", "{field}": {begin}'.encode(), f"{value}{end}}}".encode(errors="surrogatepass")
+    return path, head + repeated * ((_BODY_BYTES - len(head) - len(tail)) // len(repeated)) + tail
+
+
+_FIELDS = (
+    ("/v1/embeddings", "input"), ("/v1/chat/completions", "messages"), ("/v1/chat/completions", "tools"),
+    ("/v1/completions", "prompt"), ("/v1/completions", "stop"), ("/v1/responses", "input"), ("/api/chat", "messages"),
+    ("/api/generate", "prompt"), ("/api/embed", "input"), ("/v1/chat/completions", "logit_bias"),
+)  # fmt: skip
+
+
+def _value(rng: random.Random, depth: int) -> object:
+    """A random JSON value."""
+    if depth and rng.random() < 0.5:
+        values = [_value(rng, depth - 1) for _ in range(rng.randrange(4))]
+        return values if rng.random() < 0.5 else {rng.choice(("role", "content", "a", "")): each for each in values}
+    return rng.choice(
+        [None, True, 0, -1.5e300, 10**30, "", "user", '"\\"', "\ud800", "\u00e9" * 40, "x" * 5000, "word " * 400]
+    )
 
 
 def _chat(max_tokens: int) -> dict[str, Any]:
