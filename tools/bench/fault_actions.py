@@ -100,7 +100,10 @@ def _kill_agent(home: FaultHome, target: str, chance: random.Random) -> list[Rep
 
 
 def _restart(home: FaultHome, target: str) -> None:
+    """Start the agent of a device, and its coordinator if that has ended, too."""
     home.testbed.start_agent(target)
+    if target in home.coordinators and home.coordinators[target].poll() is not None:
+        home.start_coordinator(target)
 
 
 def _stop_worker(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
@@ -65,32 +65,33 @@ def make_model(load: LoadName, folder: Path) -> Path:
 
 @contextmanager
 def served_home(
-    load: LoadName, context: Context, num_devices: int, standby: bool = False, far_clients: bool = False
+    loads: Sequence[LoadName], context: Context, num_devices: int, standby: bool = False, far_clients: bool = False
 ) -> Iterator[FaultHome]:
-    """A home that serves the model of a load on emulated devices that share all cores. The load has not begun.
+    """A home that serves the models of these loads on emulated devices that share all cores. The loads have not begun.
 
     `far_clients`: clients on the device of the standby, too. Raises BadSetting (the testbed, the model), InternalError,
     DeadlineExceeded.
     """
-    context.report(f"{load}: making the model")
-    model = make_model(load, context.folder)
+    name = "+".join(loads)
+    context.report(f"{name}: making the model")
+    models = {load: make_model(load, context.folder) for load in loads}
     with (
-        shared_home(context.folder, num_devices, _DISK_BYTES) as testbed,
+        shared_home(context.folder, num_devices, _DISK_BYTES * len(loads)) as testbed,
         ClientProcess(testbed, "load_clients") as clients,
     ):
-        context.report(f"{load}: planning, pushing and loading")
-        home = FaultHome(testbed, clients, load, model)
+        context.report(f"{name}: planning, pushing and loading")
+        home = FaultHome(testbed, clients, models)
         home.serve(standby, far_clients)
         yield home
 
 
 class FaultHome:
-    """One home: `load` is served and asked for. The clients' process must have been started in the testbed."""
+    """One home: the models of some loads are served and asked for. The clients' process must run in the testbed."""
 
-    def __init__(self, testbed: Testbed, clients: ClientProcess, load: LoadName, model: Path) -> None:
-        self.testbed, self.load = testbed, load
+    def __init__(self, testbed: Testbed, clients: ClientProcess, models: Mapping[LoadName, Path]) -> None:
+        self.testbed, self.load = testbed, "+".join(models)
         self.names = agent_names(testbed)
-        self._clients, self._model = clients, model
+        self._clients, self._models = clients, models
         self._apps: list[tuple[DeviceProcess, int]] = [(clients, CLIENTS)]  # processes, and the clients of each
         self.coordinators: dict[str, subprocess.Popen[bytes]] = {}  # by device, and name
         self._served = 0.0  # since when the coordinator of the hub runs
@@ -106,12 +107,15 @@ class FaultHome:
         """
         self.start_coordinator(HUB)
         status = self._clients.ready_status(_READY_SECONDS)
+        for load in list(self._models)[1:]:
+            state = ("--state-dir", str(self.testbed.folder / "coordinator"))
+            self.testbed.hearth("serve", *self._options_of(load), *state, timeout_seconds=_READY_SECONDS)
         self._num_planned = len(status["plan"]["devices"])
         if far_clients:
             options = (str(self.testbed.key), self.testbed.address(HUB))
             far = DeviceProcess(self.testbed, "load_clients", self.names[-1], *options, limited=False)
             self._apps.append((far, _FAR_CLIENTS))
-        self._call("prepare", load=self.load)
+        self._call("prepare", loads=list(self._models))
         if standby:
             device = self.names[-1]
             self.start_coordinator(device)
@@ -129,18 +133,23 @@ class FaultHome:
 
     def start_coordinator(self, device: str) -> None:
         """Start the coordinator of the hub, or the standby of another device, always with the same options."""
-        of_load = {
-            "embed": ("--strategy", "hmp"),
-            "generate": ("--strategy", "hmp", "--context", "256", "--sequences", str(CLIENTS)),
-            "infer": ("--objective", "throughput", "--strategy", "pipeline-exact", "--time-limit", "3"),
-        }
         if device == HUB:
-            options = (str(self._model), *of_load[self.load], "--min-devices", str(len(self.names)), "--name", HUB)
+            first = next(iter(self._models))
+            options = (*self._options_of(first), "--min-devices", str(len(self.names)), "--name", HUB)
             self.coordinators[HUB] = self.testbed.start_coordinator(*options)
             self._served = time.monotonic()
         else:
             options = ("--standby", "--leader", self.testbed.address(HUB), "--name", device)
             self.coordinators[device] = self.testbed.start_coordinator(*options, device=device)
+
+    def _options_of(self, load: LoadName) -> tuple[str, ...]:
+        """The model of a load as arguments of `hearth serve`."""
+        options = {
+            "embed": ("--strategy", "hmp"),
+            "generate": ("--strategy", "hmp", "--context", "256", "--sequences", str(CLIENTS)),
+            "infer": ("--objective", "throughput", "--strategy", "pipeline-exact", "--time-limit", "3"),
+        }
+        return (str(self._models[load]), "--name-as", load, *options[load])
 
     def _follows(self, device: str) -> bool:
         """Whether the coordinator of a device follows another one and has a copy of its state."""
@@ -149,8 +158,12 @@ class FaultHome:
 
     @property
     def model_bytes(self) -> int:
-        """Bytes of the model's weights on disk."""
-        files = [self._model] if self._model.is_file() else list(self._model.glob("*.safetensors"))
+        """Bytes of the models' weights on disk."""
+        files = [
+            file
+            for model in self._models.values()
+            for file in ([model] if model.is_file() else model.glob("*.safetensors"))
+        ]
         return sum(file.stat().st_size for file in files)
 
     def leader(self) -> str:
@@ -166,7 +179,7 @@ class FaultHome:
     def take(self) -> list[Happened]:
         """What has happened to the clients since the last call."""
         return [
-            (seconds, client + number * CLIENTS, kind, what)
+            (seconds, client + number * CLIENTS * len(self._models), kind, what)
             for number, taken in enumerate(self._call("take"))
             for seconds, client, kind, what in taken["happened"]
         ]
@@ -221,7 +234,7 @@ class FaultHome:
             happened += self.take()
             now = time.monotonic()
             since = since if holds_now else now
-            clients = range(sum(count for _, count in self._apps))
+            clients = range(sum(count for _, count in self._apps) * len(self._models))
             if now - since >= _STEADY_SECONDS and answers_steadily(happened, clients, now - _STEADY_SECONDS, now):
                 return True, happened
             if now > deadline:
@@ -247,14 +260,15 @@ class FaultHome:
 
 
 class HomeState:
-    """What the coordinator says of itself; nothing, if it does not answer."""
+    """What the coordinator says of itself and of each model; nothing, if it does not answer. The plan is the first one's."""
 
     def __init__(self, answer: Mapping[str, Any]) -> None:
-        status = answer.get("status", {})
+        statuses = answer.get("statuses") or [{}]
+        status = statuses[0]
         self.phase: str = status.get("phase", "")
-        self.serves = self.phase == "serving"
+        self.serves = all(each.get("phase") == "serving" for each in statuses)
         self.coordinator: str = status.get("name", "")  # the name of the coordinator that answered
         self.planned: list[str] = [device["name"] for device in (status.get("plan") or {}).get("devices", ())]
         # Whether the loss of each device has been prepared for, with the devices that are there now, or found impossible.
-        self.prepared = losses_are_prepared(status.get("redundancy", ""))
+        self.prepared = all(losses_are_prepared(each.get("redundancy", "")) for each in statuses)
         self.alive = {device["name"] for device in answer.get("devices", ()) if device["state"] == "alive"}

@@ -6,9 +6,13 @@ Every fault happens to a home that has recovered from the last one: all devices 
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -57,13 +61,19 @@ class Faults(Experiment):
             "title": "Faults of a coordinator with a standby, and of the network between them", "faults": OF_COORDINATORS,
             "standby": True,
         },
+        "faults-starved": {
+            "title": "Faults on a starved machine, with three models at once and a standby",
+            "faults": (*SINGLE, "template killed"), "count": 10, "devices": 3, "standby": True, "together": True, "busy": 4,
+        },
     }  # fmt: skip
 
     loads: tuple[LoadName, ...] = LOADS
     faults: tuple[str, ...] = Field(SINGLE, min_length=1)
     count: int = Field(15, ge=1)  # of each fault, under all loads together
     devices: int = Field(4, ge=2, le=8)
-    standby: bool = False  # a second coordinator follows on the last device; then only coordinators fail
+    standby: bool = False  # a second coordinator follows on the last device
+    together: bool = False  # all loads at once, each with its model, instead of one after the other
+    busy: int = Field(0, ge=0)  # processes for each core that compute without end
     seed: int = 1
     # Devices that the plan may lack when a fault happens. A device that was lost is there again after seconds, but joins a plan
     # after 10 s at the earliest: 1 measures a home that has such a spare device, and 0 needs a new home after most faults.
@@ -75,9 +85,7 @@ class Faults(Experiment):
         return checked_names(faults, FAULTS)
 
     @model_validator(mode="after")
-    def _fails_only_coordinators(self) -> Self:
-        if self.standby and set(self.faults) - set(OF_COORDINATORS):
-            raise ValueError("standby: the faults must be those of a coordinator, such as 'coordinator killed'")
+    def _parts_only_coordinators(self) -> Self:
         if not self.standby and self._parts_network:
             raise ValueError("standby: a network can only be parted between two coordinators")
         return self
@@ -88,28 +96,37 @@ class Faults(Experiment):
 
     def measure(self, context: Context) -> Iterator[FaultRow]:
         yield from context.known
-        for load in self.loads:
-            schedule = self._schedule(load)
+        groups: list[tuple[LoadName, ...]] = [self.loads] if self.together else [(load,) for load in self.loads]
+        for place, loads in enumerate(groups):
+            load = "+".join(loads)
+            schedule = self._schedule(load, place, len(groups))
             done = {row.number for row in context.known if row.load == load}
             waiting = [number for number in range(len(schedule)) if number not in done]
             happened: list[Happened] = []  # since the last fault
             while waiting:
-                with served_home(load, context, self.devices, self.standby, self._parts_network) as home:
+                with (
+                    served_home(loads, context, self.devices, self.standby, self._parts_network) as home,
+                    busy_processes(self.busy * (os.cpu_count() or 1)),
+                ):
                     home.begin()
                     can_lose = partial(home.is_ready, self.missing)
-                    happened += home.wait_until_steady(can_lose, _RECOVER_SECONDS)[1]
+                    happened += home.wait_until_steady(can_lose, self._recover_seconds)[1]
                     is_ready = True
                     while waiting and is_ready:
                         number = waiting.pop(0)
                         context.report(f"{load}: fault {number + 1} of {len(schedule)}, {schedule[number]}")
                         yield self._measure_one(home, number, schedule[number], happened)
-                        is_ready, happened = home.wait_until_steady(can_lose, _REJOIN_SECONDS)
+                        is_ready, happened = home.wait_until_steady(can_lose, _REJOIN_SECONDS * (1 + self.busy))
 
     def summary(self, rows: Sequence[FaultRow]) -> Summary:
         return summarise_faults(rows)
 
-    def _schedule(self, load: LoadName) -> list[str]:
-        place, places = self.loads.index(load), len(self.loads)
+    @property
+    def _recover_seconds(self) -> float:
+        return _RECOVER_SECONDS * (1 + self.busy)
+
+    def _schedule(self, load: str, place: int, places: int) -> list[str]:
+        """The faults of the load with this place of so many."""
         # Where `count` is no multiple of the number of loads, the rest falls to another load for each fault.
         schedule = [
             name for first, name in enumerate(self.faults) for number in range(first, first + self.count)
@@ -134,7 +151,7 @@ class Faults(Experiment):
             repairing = time.monotonic()
             repair.act()
         repaired = time.monotonic()
-        recovered, after = home.wait_until_steady(home.is_complete, _RECOVER_SECONDS)
+        recovered, after = home.wait_until_steady(home.is_complete, self._recover_seconds)
         end, happened = time.monotonic(), [*before, *after]
         failed, wrong = _details(happened, "failed", moment), _details(happened, "wrong", moment)
         if fault.parts_network and (both := two_leaders(after, CLIENTS, acted, repairing)):
@@ -144,16 +161,30 @@ class Faults(Experiment):
         pause, gap = worst_pause(found, moment)
         back = max(repaired, gap.end)
         rejoin, _ = worst_pause(pauses(happened, back, end, end) if repairs else {}, back)
+        limit = fault.standby_limit_seconds if self.standby and name in OF_COORDINATORS else fault.limit_seconds
         row = FaultRow(
             load=home.load, number=number, fault=name, target=target,
             answers=sum(each[0] >= moment and each[2] == "answer" for each in happened), failed=failed, wrong=wrong,
             pause_seconds=pause, rejoin_pause_seconds=rejoin,
-            limit_seconds=fault.standby_limit_seconds if self.standby else fault.limit_seconds, recovered=recovered,
+            limit_seconds=None if self.busy else limit, recovered=recovered,
             plan_devices_before=len(planned), disturbed=load_between([(load_before, snapshot())]).distrust,
         )  # fmt: skip
         if row.harmless and not row.is_late:
             return row
         return row.model_copy(update={"log": _describe(found, moment) + home.logs_since(log_sizes, _LOG_CHARACTERS)})
+
+
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Run so many processes that compute without end."""
+    program = f"import os\nwhile os.getppid() == {os.getpid()}: pass"
+    processes = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
 
 
 def _describe(gaps: Mapping[int, tuple[float, Gap]], moment: float) -> str:

@@ -75,7 +75,7 @@ class IdleCost(Experiment):
 
     def measure(self, context: Context) -> Iterator[IdleRow]:
         for load in self.loads:
-            with served_home(load, context, self.devices) as home:
+            with served_home([load], context, self.devices) as home:
                 context.report(f"{load}: idle")
                 time.sleep(_SETTLE_SECONDS)
                 before = take_census(home.testbed, time.monotonic())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,6 +38,9 @@ class Work(ABC):
 
     deadline_seconds: ClassVar[float] = 60.0  # far above any pause that is measured, so that a pause is no failure
 
+    def __init__(self, model: str | None) -> None:
+        self.model = model  # None: the home serves no other
+
     async def prepare(self, home: AsyncHome) -> None:  # noqa: B027 (most kinds need nothing)
         """Read what the requests need to know about the served model."""
 
@@ -55,7 +58,7 @@ class Embedding(Work):
 
     async def answer(self, home: AsyncHome, item: int, seen: Seen) -> Any:
         texts = [f"switch on lamp {item} in the kitchen", f"how warm will room {item} be tomorrow? " * (1 + item % 3)]
-        return await home.embed(texts, self.deadline_seconds)
+        return await home.embed(texts, self.deadline_seconds, model=self.model)
 
     def difference(self, answer: Any, reference: Any) -> str:
         return _far(answer, reference)
@@ -67,10 +70,10 @@ class Inference(Work):
     _inputs: dict[str, np.ndarray[Any, Any]]
 
     async def prepare(self, home: AsyncHome) -> None:
-        self._inputs = random_inputs((await home.model_info()).inputs)
+        self._inputs = random_inputs((await home.model_info(model=self.model)).inputs)
 
     async def answer(self, home: AsyncHome, item: int, seen: Seen) -> Any:
-        return await home.infer(self._inputs, self.deadline_seconds)
+        return await home.infer(self._inputs, self.deadline_seconds, model=self.model)
 
     def difference(self, answer: Any, reference: Any) -> str:
         return next((far for name, values in reference.items() if (far := _far(answer[name], values))), "")
@@ -86,7 +89,7 @@ class Streaming(Work):
         sampled = item % 2 == 1
         stream = home.generate(
             token_ids=prompt, max_tokens=_MAX_TOKENS, timeout_seconds=self.deadline_seconds,
-            temperature=0.8 if sampled else 0.0, seed=item if sampled else None,
+            temperature=0.8 if sampled else 0.0, seed=item if sampled else None, model=self.model,
         )  # fmt: skip
         async with stream:
             async for _ in stream:
@@ -113,27 +116,31 @@ class LoadClients(HomeClients):
 
     def __init__(self, key: Path, address: str) -> None:
         super().__init__(key, address)
-        self._work: Work = Embedding()
-        self._references: list[Any] = []
+        self._loads: list[tuple[Work, list[Any]]] = []  # and the references of each
         self._happened: list[Happened] = []
         self._clients: list[asyncio.Task[None]] = []
         self._observer: AsyncHome | None = None
 
-    async def prepare(self, load: str) -> None:
-        """Ask for the references of a load: embed, infer or generate."""
-        self._work = _WORKS[load]()
+    async def prepare(self, loads: Sequence[str]) -> None:
+        """Ask for the references of each load: embed, infer or generate. Of several, each has a model of its name."""
         async with await self.connected() as home:
-            await self._work.prepare(home)
-            self._references = [await self._work.answer(home, item, lambda: None) for item in range(POOL_SIZE)]
+            for load in loads:
+                work = _WORKS[load](load if len(loads) > 1 else None)
+                await work.prepare(home)
+                self._loads.append((work, [await work.answer(home, item, lambda: None) for item in range(POOL_SIZE)]))
 
     def use(self, addresses: str) -> None:
         """Connect to these coordinators from now on: hosts separated by commas."""
         self._address = addresses
 
     async def begin(self, num_clients: int) -> None:
-        """Start the clients. Raises the errors of connecting."""
-        homes = [await self.connected() for _ in range(num_clients)]
-        self._clients = [asyncio.create_task(self._ask(home, number)) for number, home in enumerate(homes)]
+        """Start so many clients of each load. Raises the errors of connecting."""
+        loads = [load for load in self._loads for _ in range(num_clients)]
+        homes = [await self.connected() for _ in loads]
+        self._clients = [
+            asyncio.create_task(self._ask(home, number, *load))
+            for number, (home, load) in enumerate(zip(homes, loads, strict=True))
+        ]
 
     def take(self) -> dict[str, Any]:
         """What has happened since the last call."""
@@ -149,17 +156,19 @@ class LoadClients(HomeClients):
             return {"state": ""}
 
     async def look(self, devices: bool) -> dict[str, Any]:
-        """The coordinator's status, and its devices if wanted; {} if it does not answer."""
+        """The coordinator's status for each load, and its devices if wanted; {} if it does not answer."""
         try:
             if self._observer is None:
                 self._observer = await self.connected(_LOOK_SECONDS)
-            status = (await self._observer.status(_LOOK_SECONDS)).model_dump(mode="json")
+            models = [work.model for work, _ in self._loads] or [None]
+            found_statuses = [await self._observer.status(_LOOK_SECONDS, model=model) for model in models]
             found = await self._observer.devices(_LOOK_SECONDS) if devices else None
         except HearthError:
             return {}
-        return {"status": status, "devices": found.model_dump(mode="json")["devices"] if found else []}
+        statuses = [status.model_dump(mode="json") for status in found_statuses]
+        return {"statuses": statuses, "devices": found.model_dump(mode="json")["devices"] if found else []}
 
-    async def _ask(self, home: AsyncHome, number: int) -> None:
+    async def _ask(self, home: AsyncHome, number: int, work: Work, references: list[Any]) -> None:
         """Send the requests of the pool in turn, until cancelled."""
         loop, item = asyncio.get_running_loop(), number
 
@@ -170,12 +179,12 @@ class LoadClients(HomeClients):
             while True:
                 item = (item + 1) % POOL_SIZE
                 try:
-                    answer = await self._work.answer(home, item, lambda: note("token"))
+                    answer = await work.answer(home, item, lambda: note("token"))
                 except HearthError as error:
                     note("failed", f"{type(error).__name__}: {error}"[:300])
                     await asyncio.sleep(_FAILURE_PAUSE_SECONDS)
                     continue
-                wrong = self._work.difference(answer, self._references[item])
+                wrong = work.difference(answer, references[item])
                 note("wrong" if wrong else "answer", wrong)
 
 
