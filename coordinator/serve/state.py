@@ -276,6 +276,7 @@ class DurableFile(Generic[_T]):
         with suppress(DiskHung):
             content = await on_disk(self.path, FILE_SECONDS, self._read_changed)
             if content is not None and self._content is newest:
+                self._content = None  # what is there is not written again: the other program may have changed it since
                 self._on_change(content)
 
     def _read_changed(self) -> _T | None:

@@ -40,7 +40,7 @@ class KeyRegistry:
 
     def __init__(self, path: Path, holder: Literal["app", "device"] = "app") -> None:
         self._holder = holder
-        self.file = DurableFile(path, RegisteredKeys.model_validate_json, self.replace)
+        self.file = DurableFile(path, RegisteredKeys.model_validate_json, self._take)
         self._keys = self.file.read() or RegisteredKeys()
 
     def add(self, name: str, public_key: str, role: str = _APP) -> None:
@@ -94,13 +94,16 @@ class KeyRegistry:
         return RegisteredKeys(keys=new_keys, revoked=new_revoked)
 
     def replace(self, keys: RegisteredKeys) -> None:
-        """Have these keys instead: those of the leader of this home, or of a file that another program has changed."""
-        self._keys = keys
+        """Have these keys instead, those of the leader of this home."""
+        self._take(keys)
         self.file.write(keys.model_dump_json(indent=1))
 
     def current(self) -> RegisteredKeys:
         """The keys."""
         return self._keys
+
+    def _take(self, keys: RegisteredKeys) -> None:
+        self._keys = keys
 
     def _write(self, keys: dict[str, str], revoked: dict[str, str], roles: dict[str, str]) -> None:
         """Keep and write these lists; of the roles, those of admitted keys."""

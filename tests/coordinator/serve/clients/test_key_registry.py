@@ -100,6 +100,18 @@ async def test_changes_by_another_program_take_effect(tmp_path: Path, monkeypatc
     await cancel_all([following])
 
 
+async def test_what_another_program_has_written_is_not_written_again(tmp_path: Path) -> None:
+    """That program might have changed it again meanwhile, for instance to revoke the key."""
+    first, second = (KeyRegistry(path := tmp_path / "apps.json") for _ in range(2))
+    first.add("lamp", "k1")
+    assert await first.file.saved()
+    written = path.stat().st_ino
+    await second.file.look()
+    assert await second.file.saved()
+    assert second.current().keys == {"k1": "lamp"}
+    assert path.stat().st_ino == written
+
+
 async def test_damaged_list_is_replaced_by_its_second_copy(tmp_path: Path) -> None:
     apps = KeyRegistry(tmp_path / "apps.json")
     apps.add("lamp", "k1")
