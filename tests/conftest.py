@@ -76,14 +76,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Run tests of homes first. Skip slow tests, and say how to run them, unless `-m` decides about them."""
+    """Run tests of homes first. Skip slow and thorough tests, and say how to run them, unless `-m` decides about them."""
     items.sort(key=lambda item: not _starts_processes(item))
-    if "slow" in config.getoption("markexpr"):
-        return
-    skip = pytest.mark.skip(reason="slow: run `make test-slow`, or pytest with `-m slow`")
-    for item in items:
-        if item.get_closest_marker("slow") is not None:
-            item.add_marker(skip)
+    skips = {"slow": "slow: run `make test-slow`, or pytest with `-m slow`"}
+    if "CI" not in os.environ:
+        skips["thorough"] = "thorough: run `CI=1 make test`, or pytest with `-m thorough`"
+    for name, reason in skips.items():
+        for item in items:
+            marks = [mark for mark in ("slow", "thorough") if item.get_closest_marker(mark) is not None]
+            if marks[:1] == [name] and name not in config.getoption("markexpr"):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _starts_processes(item: pytest.Item) -> bool:

@@ -15,6 +15,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.thorough
 def test_demo_prints_json_and_equals_transformers() -> None:
     program = str(Path(sys.executable).parent / "hearth")
     command = [program, "demo", "--model", str(minilm()), "--json", "--num-devices", "2"]

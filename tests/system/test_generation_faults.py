@@ -161,6 +161,7 @@ def draft_device(home: Home) -> str:
     return str(plan.devices[0].name)
 
 
+@pytest.mark.thorough
 def test_answers_with_a_draft_are_those_without_it(
     running_home: TestHome, guessed_dir: Path, draft_options: tuple[str, ...], without_draft: list[int]
 ) -> None:
@@ -241,6 +242,7 @@ def test_worker_killed_during_an_answer_changes_no_token(running_home: TestHome)
         assert "trying again" not in running_home.log_of_run("coordinator")
 
 
+@pytest.mark.thorough
 def test_killed_device_does_not_cost_the_kv_cache(running_home: TestHome) -> None:
     """One of three devices is lost: the copies of the others make the KV cache whole, and few rows are computed again."""
     count = 200

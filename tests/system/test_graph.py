@@ -308,6 +308,7 @@ def limits(home: TestHome, tiled: Path) -> list[str]:
     return ["--min-devices", "2", *(f"--limit={name}={limit}" for name in "ab")]
 
 
+@pytest.mark.thorough
 def test_tiles_run_where_no_device_holds_the_model_and_survive_a_restart_and_a_loss(
     home: TestHome, tiled: Path, limits: list[str]
 ) -> None:
@@ -333,6 +334,7 @@ def test_tiles_run_where_no_device_holds_the_model_and_survive_a_restart_and_a_l
             assert_right(client, tiled, 2)
 
 
+@pytest.mark.thorough
 def test_standby_takes_over_tiles(home: TestHome, tiled: Path, limits: list[str]) -> None:
     # Without the limits, one device may be predicted to be faster.
     with home.serving("ab", "--tiles", "2", *limits, model=tiled) as client:

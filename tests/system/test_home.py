@@ -303,6 +303,7 @@ def test_state_of_an_earlier_commit_is_served_without_a_command(pair: TestHome) 
     assert np.abs(after - before).max() < 1e-5
 
 
+@pytest.mark.thorough
 def test_idle_daemon_uses_little_memory(pair: TestHome) -> None:
     """The limit of the systemd unit. CPU time is measured by a benchmark."""
     resident = psutil.Process(pair.pid("a")).memory_info().rss

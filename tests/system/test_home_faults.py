@@ -54,6 +54,7 @@ def slow_home(home: TestHome) -> TestHome:
 
 
 @pytest.mark.usefixtures("contradictory", "slow_home")  # the slow model is made while the coordinator waits for devices
+@pytest.mark.thorough
 def test_contradictory_settings_end_serve_with_status_2(home: TestHome) -> None:
     """Retrying would not help; systemd does not restart the service at this status."""
     wait_for("a first attempt", lambda: "trying again: No device" in home.log("coordinator"))

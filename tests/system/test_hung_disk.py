@@ -1,8 +1,10 @@
-"""Disks that hang under a home of real processes: a file system that is frozen holds everything that writes to it."""
+"""Disks that hang under a home of real processes: a file system that is frozen holds everything that writes to it.
+
+The experiment `faults-disk` measures how long answers pause.
+"""
 
 from __future__ import annotations
 
-import itertools
 import os
 import signal
 import time
@@ -17,7 +19,7 @@ from support.frozen_disk import FrozenDisk, frozen_disk
 from support.graphs import save_two_branch_model
 from support.home import LOOPBACK, TestHome, home_of
 from support.models import save_random_model, small_bert
-from support.waiting import PATIENCE, wait_for
+from support.waiting import wait_for
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
@@ -25,19 +27,13 @@ from hearth.client.sync import Home
 from hearth.errors import AppRevoked
 from hearth.platform.security import parse_credential
 
-pytestmark = [pytest.mark.processes, pytest.mark.alone]
+pytestmark = [pytest.mark.processes, pytest.mark.thorough]
 
-LONGEST_PAUSE_SECONDS = 0.5 * PATIENCE
 TOKENS = list(range(5, 25))
 
 
 def ask(home: Home) -> None:
     assert np.isfinite(home.hidden_states(TOKENS, 170.0)).all()
-
-
-def longest_pause(clients: Clients) -> float:
-    """Between two answers to the same client."""
-    return max(after[1] - before[1] for calls in clients.calls for before, after in itertools.pairwise(calls))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +79,6 @@ def test_coordinator_serves_while_its_disk_hangs(tmp_path: Path, model: Path) ->
                 home.run(*add, check=True)
                 home.run("stop", "detector", check=True)
                 clients.wait_for_answers()
-        assert longest_pause(clients) <= LONGEST_PAUSE_SECONDS
         for name, admitted, revoked in (("apps", "radio", "lamp"), ("devices", "attic", "cellar")):
 
             def is_written(name: str = name, admitted: str = admitted, revoked: str = revoked) -> bool:
@@ -109,11 +104,9 @@ def test_agent_works_while_its_disk_hangs(tmp_path: Path, model: Path) -> None:
                 time.sleep(3.0)  # longer than a lease
                 clients.wait_for_answers()
                 assert not stored.exists()
-                pause = longest_pause(clients)
                 worker = home.worker_pid("b")
                 assert worker is not None
                 os.kill(worker, signal.SIGKILL)  # both load the plan again, within seconds
                 clients.wait_for_answers(30.0)
             wait_for("the configuration", stored.exists)
             clients.wait_for_answers()
-        assert pause <= LONGEST_PAUSE_SECONDS

@@ -58,6 +58,7 @@ def testbed(tmp_path: Path) -> Iterator[Testbed]:
         yield running
 
 
+@pytest.mark.thorough
 def test_tiles_stay_below_limits_that_the_kernel_enforces(testbed: Testbed, model: Path, tmp_path: Path) -> None:
     try:
         for name in testbed.cgroups:

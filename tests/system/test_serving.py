@@ -238,6 +238,7 @@ def test_requests_of_all_models_finish_when_a_device_is_killed(home: TestHome, m
     assert all("b" not in devices for devices in plans.values())
 
 
+@pytest.mark.thorough
 def test_idle_model_is_unloaded_and_the_next_request_waits_until_it_is_loaded(
     home: TestHome, models: dict[str, Path]
 ) -> None:
@@ -271,6 +272,7 @@ def test_idle_model_is_unloaded_and_the_next_request_waits_until_it_is_loaded(
     wait_for("the end of its workers", has_no_workers)
 
 
+@pytest.mark.thorough
 def test_pinned_model_takes_the_memory_that_is_left_after_a_loss(home: TestHome, models: dict[str, Path]) -> None:
     """Two models on two devices that have memory for one each."""
     expected = reference_scores(models)

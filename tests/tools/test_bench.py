@@ -522,6 +522,7 @@ def start(files: Path, **changes: Any) -> subprocess.Popen[str]:
 
 
 @pytest.mark.namespaces
+@pytest.mark.thorough
 def test_all_strategies_run_with_equal_outputs(files: Path) -> None:
     running = start(
         files, strategies=list(get_args(Name)), rounds=5, wires=["exact", "fp16", "bf16", "int8"], mbit=[100]
@@ -624,6 +625,7 @@ def test_prefill_of_several_devices_is_compared_with_one() -> None:
 
 
 @pytest.mark.namespaces
+@pytest.mark.thorough
 def test_decoder_is_compared_with_transformers(files: Path) -> None:
     (files / "llama.json").write_text(json.dumps(TINY_LLAMA))
     done = generate(files, mbit=[100], rounds=5, prompt_tokens=20, step_rows=10, wire="bf16", new_tokens=6)

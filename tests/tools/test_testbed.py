@@ -150,6 +150,7 @@ def test_cut_link_blocks_traffic_but_keeps_connections(pair: Testbed) -> None:
     assert not pair.network.state("two").is_cut
 
 
+@pytest.mark.thorough
 def test_stations_share_their_medium_and_its_delay(tmp_path: Path) -> None:
     """Between stations everything crosses the air twice; to a wired device once. Each crossing takes 5 ms."""
     names = {"one": "wifi", "two": "wifi", "wired": None}
@@ -182,6 +183,7 @@ def test_link_rates_scale_with_device_speed(tmp_path: Path, monkeypatch: pytest.
         assert testbed.network.state("one").mbit == pytest.approx(40, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_device_speed_is_measured(tmp_path: Path) -> None:
     """Under the CPU quota: with 0.9 of a core each, so that it takes little longer than on whole cores."""
     pytest.importorskip("torch")
@@ -280,6 +282,7 @@ def scenario_file(tmp_path: Path) -> Iterator[Path]:
         cli("down", "test-cli")
 
 
+@pytest.mark.thorough
 def test_commands_start_and_stop_a_home(scenario_file: Path) -> None:
     assert "can be emulated" in cli("up", str(scenario_file), "--mbit", "1e9", expect=1)
     shown = cli("up", str(scenario_file), "--mbit", "80")

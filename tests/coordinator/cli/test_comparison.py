@@ -468,6 +468,7 @@ def test_real_agents_run_the_plans_of_a_graph(objective: str, running_home: Test
 
 
 @pytest.mark.processes
+@pytest.mark.thorough
 def test_comparison_leases_real_agents_and_stops_their_workers(profiles: MeasuredProfiles, tmp_path: Path) -> None:
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")
     names = ("attic", "kitchen")

@@ -28,19 +28,18 @@ _SECONDS, _MEMORY_BYTES = 10.0, 512 << 20  # of processor time, and resident bey
 _OWN_ERRORS = {"BadCheckpoint", "BadModelFile", "UnsupportedArchitecture", "UnsupportedOperator"}
 
 
-@pytest.fixture(scope="module")
-def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Opened]:
-    return open_all(tmp_path_factory.mktemp("corpus"), list(CORPUS))
+def test_hostile_folders_are_errors_of_ours_in_time_and_memory(tmp_path: Path) -> None:
+    """One test for all: it takes most of its time to start the process that opens them."""
+    wrong = {name: why for name, found in open_all(tmp_path, list(CORPUS)).items() if (why := what_is_wrong(found))}
+    assert not wrong
 
 
-@pytest.mark.parametrize("name", CORPUS)
-def test_hostile_folder_is_an_error_of_ours_in_time_and_memory(name: str, opened: dict[str, Opened]) -> None:
-    found = opened[name]
-    assert found.error in _OWN_ERRORS, found.text
-    assert found.processor_seconds < _SECONDS
-    assert found.peak_bytes - found.bare_bytes < _MEMORY_BYTES
-    assert CANARY not in found.text
-    assert len(found.text) < 3000
+def what_is_wrong(found: Opened) -> str:
+    if found.error not in _OWN_ERRORS:
+        return f"{found.error}: {found.text}"
+    if found.processor_seconds >= _SECONDS or found.peak_bytes - found.bare_bytes >= _MEMORY_BYTES:
+        return f"{found.processor_seconds:.1f} s, {(found.peak_bytes - found.bare_bytes) >> 20} MiB"
+    return found.text if CANARY in found.text or len(found.text) >= 3000 else ""
 
 
 def transformer(folder: Path, template: str = "{{ messages }}") -> TransformerGoal:

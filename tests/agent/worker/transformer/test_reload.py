@@ -112,6 +112,7 @@ def test_results_after_every_change_of_plan_are_those_of_a_fresh_load(bert: Depl
 
 
 @pytest.mark.parametrize("weights", mostly_slow(["float32", "bfloat16", "int8"], lambda weights: weights == "int8"))
+@pytest.mark.thorough
 def test_results_on_cuda_after_changes_of_plan_are_close_to_those_of_a_fresh_load(weights: str, tmp_path: Path) -> None:
     """Not bit for bit: kept weights may be views with other strides, for which cuBLAS may choose other kernels."""
     model_dir = save_random_model(tmp_path / "model", small_bert(num_hidden_layers=3))

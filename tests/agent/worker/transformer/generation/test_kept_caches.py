@@ -161,6 +161,7 @@ def test_stream_continues_with_its_kv_cache_after_a_loss(
     mostly_slow([CHANGES[8], CHANGES[1]], lambda *case: case == CHANGES[8]),
     ids=str,
 )
+@pytest.mark.thorough
 def test_stream_continues_on_cuda(
     model: Stored, before: Strategy, split: tuple[float, ...], lost: int | None, after: Strategy,
     next_split: tuple[float, ...],
