@@ -1,20 +1,23 @@
 """Detection of the GPU.
 
-CUDA is probed in a short-lived child process, since the daemon does not import torch. Tegra boards are read through sysfs,
+CUDA is probed in a short-lived child process, since the daemon does not import torch. Free memory is read with the driver's
+management library (NVML), which takes microseconds and no memory of the GPU. Tegra boards are read through sysfs,
 since they have no NVML.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import logging
+from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import psutil
 
-from agent.daemon import nvml
 from hearth.errors import BadSetting
 from hearth.platform.child import run_module
 from hearth.wire.messages import Gpu
@@ -30,6 +33,8 @@ _TEGRA_LOAD_FILES = (
     "sys/devices/platform/gpu.0/load",
     *(f"sys/class/devfreq/*{name}/device/load" for name in (".gpu", ".gp10b", ".gv11b", ".ga10b")),
 )
+_NVML = "libnvidia-ml.so.1"  # NVML: part of the driver; Tegra boards have none
+_NVML_SUCCESS = 0
 
 
 class Probed(NamedTuple):
@@ -80,7 +85,7 @@ class GpuReader:
         gpu = self._probed.gpu
         model = tegra_model(self._root)
         if model is None:
-            if gpu is not None and idle and (free := nvml.free_memory_bytes(self._probed.uuid)) is not None:
+            if gpu is not None and idle and (free := free_memory_bytes(self._probed.uuid)) is not None:
                 free_bytes = max(free - self._probed.context_bytes, 0)
                 gpu = gpu.model_copy(update={"memory_free_bytes": free_bytes})
                 self._probed = self._probed._replace(gpu=gpu)
@@ -113,7 +118,7 @@ async def probe_cuda() -> Probed:
 
 def with_context(probed: Probed) -> Probed:
     """With the difference between the free memory that the probe saw, with its context, and that after its end."""
-    free = nvml.free_memory_bytes(probed.uuid)
+    free = free_memory_bytes(probed.uuid)
     if probed.gpu is None or free is None:
         return probed
     return probed._replace(context_bytes=max(free - probed.gpu.memory_free_bytes, 0))
@@ -154,4 +159,32 @@ def _tegra_load(root: Path) -> float | None:
                 return int(path.read_text()) / 1000  # per mille
             except (OSError, ValueError):
                 continue
+    return None
+
+
+class _Memory(ctypes.Structure):
+    """`nvmlMemory_t`, in bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def free_memory_bytes(uuid: str) -> int | None:
+    """Free memory of the GPU with this id, as torch reports it. None if the driver does not say."""
+    library, memory, handle = _nvml(), _Memory(), ctypes.c_void_p()
+    if library is None or not uuid:
+        return None
+    name = (uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}").encode()
+    if library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)) != _NVML_SUCCESS:
+        return None
+    found = library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == _NVML_SUCCESS
+    return int(memory.free) if found else None
+
+
+@lru_cache(maxsize=1)
+def _nvml() -> ctypes.CDLL | None:
+    """NVML, ready for use; None if there is none."""
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(_NVML)
+        if library.nvmlInit_v2() == _NVML_SUCCESS:
+            return library
     return None

@@ -17,10 +17,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from coordinator.devices.other_models import NOTHING_TAKEN, TakenByOthers, left_bytes, links_left
-from coordinator.devices.profile_cache import MeasuredOn
+from coordinator.devices.profile_cache import MeasuredOn, Workload
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.workload import Workload
 from coordinator.models.cache_files import read_cached
 from hearth.errors import UnsupportedWeights
 from hearth.plan.kernels import KernelChoice, KernelTime, choose_kernels, chosen_bytes_per_weight

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from coordinator.devices.other_models import NOTHING_TAKEN, TakenByOthers, left_bytes, links_left
+from coordinator.devices.profile_cache import Workload
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster, cluster_from_links

@@ -19,10 +19,9 @@ from pydantic import BaseModel
 
 from coordinator.devices.fleet import Fleet, ask_with_listener
 from coordinator.devices.other_models import Traffic, link_alone, no_traffic
-from coordinator.devices.profile_cache import KnownMedia, ProfileCache
+from coordinator.devices.profile_cache import KnownMedia, ProfileCache, R, Workload
 from coordinator.devices.registry import Device
 from coordinator.devices.shared_media import Pair, devices_on_radio, find_media
-from coordinator.devices.workload import R, Workload
 from coordinator.models.cache_files import FLUSH_SECONDS, flushing
 from hearth.errors import BadMessage, HearthError, NoDevices
 from hearth.plan.profile import Link, SharedMedium, media_of

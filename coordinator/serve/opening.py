@@ -32,7 +32,7 @@ from coordinator.serve.text.sentences import SentenceTokenizer
 from coordinator.serve.text.templates import compile_template
 from hearth.errors import BadCheckpoint, BadModelFile, HearthError, error_from_wire
 from hearth.platform.child import describe_exit
-from hearth.platform.process_limits import confine_reader, limit_processor_time
+from hearth.platform.confine import confine_reader, limit_processor_time
 
 _FOLDER = "opened"  # of the state directory: which files of each model have been opened without harm
 _MAX_TEXT = 1000  # characters of a field of its errors: names in a file may have millions

@@ -25,11 +25,10 @@ from coordinator.serve.clients.once import RepeatedChanges
 from coordinator.serve.clients.trust import Trust, error_for_app, response_for_app
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.deployments import Deployments
-from coordinator.serve.events.file import EVENTS_FILE, EventFile
 from coordinator.serve.events.metrics import CONTENT_TYPE, HomeMetrics
 from coordinator.serve.events.requests import RequestRecorder
 from coordinator.serve.events.samples import DeviceChanges, keep_sampling
-from coordinator.serve.events.stream import EventStream
+from coordinator.serve.events.stream import EVENTS_FILE, EventFile, EventStream
 from coordinator.serve.kinds.kind import SharedServices
 from coordinator.serve.model.controller import Controller
 from coordinator.serve.requests.admission import CALLER

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import os
+import resource
 import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -18,7 +20,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TypeAlias
 
-from hearth.platform.system_calls import SET_NO_NEW_PRIVS, can_refuse, checked
+from hearth.platform.system_calls import SET_NO_NEW_PRIVS, can_refuse, checked, refuse_system_calls
 from hearth.protocol import CONFINEMENT
 
 log = logging.getLogger(__name__)
@@ -48,6 +50,8 @@ _ETC = (
     "nv_tegra_release", "OpenCL", "alternatives",
 )  # fmt: skip
 _SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/opt/nvidia", "/proc", "/sys", "/run/nvidia-persistenced")
+_MAX_WRITTEN_BYTES = 16 << 20  # of a file: plans go to pipes, and learnt policies have less than 1 MB
+_NO_PORTS = ((1, 0),)  # an empty range
 
 
 class _RulesetAttributes(ctypes.Structure):
@@ -109,6 +113,26 @@ def confine(
     return True
 
 
+def confine_reader(readable: Iterable[Path], writable: Iterable[Path], more_bytes: int) -> None:
+    """Leave this process these files, its libraries and no network, and `more_bytes` of private memory more than it has now.
+
+    Beyond that, allocations fail (MemoryError). Mapped files do not count, so that files larger than memory can be read. What
+    it writes to files, its output for instance, is limited too.
+    """
+    _limit(resource.RLIMIT_FSIZE, _MAX_WRITTEN_BYTES)
+    if sys.platform == "linux":
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        _limit(resource.RLIMIT_DATA, int(fields["VmData"].split()[0]) * 1024 + more_bytes)
+        confine(readable, writable, _NO_PORTS, _NO_PORTS)
+        refuse_system_calls(unix_sockets=False)
+
+
+def limit_processor_time(more_seconds: float) -> None:
+    """End this process by SIGXCPU after so much more processor time of all its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    _limit(resource.RLIMIT_CPU, math.ceil(used.ru_utime + used.ru_stime + more_seconds))
+
+
 def _version(libc: ctypes.CDLL) -> int:
     """The version of Landlock's interface; not positive: there is none."""
     return int(libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _VERSION_FLAG)) if sys.platform == "linux" else 0
@@ -151,3 +175,9 @@ def _allow(libc: ctypes.CDLL, ruleset: int, path: Path, rights: int) -> None:
         checked(libc.syscall(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, ctypes.byref(rule), 0))
     finally:
         os.close(descriptor)
+
+
+def _limit(what: int, value: int) -> None:
+    _, hard = resource.getrlimit(what)
+    if hard == resource.RLIM_INFINITY or value < hard:
+        resource.setrlimit(what, (value, value + 1))  # for processor time, the soft limit has a signal of its own

@@ -16,8 +16,7 @@ from typing import Any
 from agent.daemon.supervisor import run_child
 from coordinator.devices.block_profiling import block_workload
 from coordinator.devices.graph_profiling import graph_workload
-from coordinator.devices.profile_cache import result_path
-from coordinator.devices.workload import Workload
+from coordinator.devices.profile_cache import Workload, result_path
 from coordinator.models.graph_file import read_graph_file
 from coordinator.serve.goal import open_transformer
 from coordinator.serve.state import TransformerGoal

@@ -22,8 +22,7 @@ from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from coordinator.models.limits import MAX_AXES, MAX_PROTO_BYTES
 from coordinator.models.model_files import open_model_file
-from coordinator.models.onnx.nodes import bodies
-from coordinator.models.onnx.size import check_size
+from coordinator.models.onnx.nodes import bodies, check_size
 from hearth.errors import BadModelFile
 
 # Larger weights stay in the file and are sent to devices as separate chunks; smaller ones are sent within the segment. Large

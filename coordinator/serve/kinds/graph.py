@@ -24,8 +24,7 @@ from coordinator.serve.goal import graph_request
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
 from coordinator.serve.kinds.measurements import Measurements
 from coordinator.serve.kinds.tiled_graphs import MeasuredGraphs, ServedGraph, TiledGraphs
-from coordinator.serve.planners.process import plans_or_errors, solve_graph
-from coordinator.serve.planners.spare import PlannerKind
+from coordinator.serve.planners.process import PlannerKind, plans_or_errors, solve_graph
 from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.state import GraphGoal
 from hearth.errors import BadPlan, BadRequest, BadSetting, HearthError, ModelDoesNotFit, NoPlacement

@@ -12,12 +12,12 @@ from coordinator.deploy.deployment import Deployment, Weights
 from coordinator.deploy.distribution import PushProgress
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.other_models import TakenByOthers
+from coordinator.devices.profile_cache import Workload
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.workload import Workload
 from coordinator.plan.solution import PlanningResult
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.planners.spare import PlannerKind, SparePlanners
+from coordinator.serve.planners.process import PlannerKind, SparePlanners
 from coordinator.serve.resources import Resources
 from coordinator.serve.state import StateFile
 from hearth.errors import HearthError

@@ -13,9 +13,9 @@ from pathlib import Path
 from coordinator.deploy.graph import SegmentChunks
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.other_models import NOTHING_TAKEN, TakenByOthers
+from coordinator.devices.profile_cache import Workload
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.registry import Device
-from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile
 from coordinator.models.onnx.reader import OnnxModel
 from coordinator.models.onnx.tiling.rewrite import tile

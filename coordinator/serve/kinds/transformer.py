@@ -28,8 +28,7 @@ from coordinator.serve.kinds.generation import (
     probe,
 )
 from coordinator.serve.kinds.kind import RequestHandler, SharedServices
-from coordinator.serve.planners.process import plans_or_errors, solve_transformer
-from coordinator.serve.planners.spare import PlannerKind
+from coordinator.serve.planners.process import PlannerKind, plans_or_errors, solve_transformer
 from coordinator.serve.requests.runner import ComputedReply, Requests
 from coordinator.serve.state import TransformerGoal
 from coordinator.serve.text.prompts import TextTokenizer

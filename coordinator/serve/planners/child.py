@@ -19,7 +19,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter
 
 from hearth.errors import HearthError
-from hearth.platform.process_limits import confine_reader
+from hearth.platform.confine import confine_reader
 
 # "instance" is a placement problem in the file that a `GraphGoal` names.
 PlanKind = Literal["transformer", "graph", "instance"]

@@ -25,7 +25,7 @@ from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.key_registry import KeyRegistry
 from coordinator.serve.clients.trust import Trust, error_for_app, response_for_app
 from coordinator.serve.config import CoordinatorSettings
-from coordinator.serve.events.file import EVENTS_FILE, EventFile
+from coordinator.serve.events.stream import EVENTS_FILE, EventFile
 from coordinator.serve.standby.replica import Replica
 from coordinator.serve.state import StateFile
 from hearth.client.connection import endpoints_of

@@ -19,7 +19,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from coordinator.models.limits import RENDER_MEMORY_BYTES, RENDER_SECONDS, RENDERED_CHARACTERS, RENDERED_FACTOR
-from hearth.platform.process_limits import confine_reader
+from hearth.platform.confine import confine_reader
 
 if TYPE_CHECKING:
     import jinja2

@@ -14,9 +14,8 @@ import pytest
 pytest.importorskip("psutil")
 
 from agent.daemon import gpu as gpu_module
-from agent.daemon import nvml
 from agent.daemon.config import AgentSettings, load_agent_settings
-from agent.daemon.gpu import GpuReader, Probed, parse_probe, tegra_model, with_context
+from agent.daemon.gpu import GpuReader, Probed, free_memory_bytes, parse_probe, tegra_model, with_context
 from agent.daemon.telemetry import TelemetryReader, cpu_model, host_id, memory, memory_budget, num_threads, temperature
 from hearth.errors import BadSetting
 from hearth.wire.messages import Gpu
@@ -271,7 +270,7 @@ def test_free_memory_of_a_gpu_is_read_again_while_no_worker_holds_any(monkeypatc
     }  # fmt: skip
     gpu = GpuReader("auto")
     free = {"3e5f": 7 << 30 | 1 << 29}  # half a gigabyte more than in the probe, whose CUDA context has ended
-    monkeypatch.setattr(nvml, "free_memory_bytes", free.get)
+    monkeypatch.setattr(gpu_module, "free_memory_bytes", free.get)
     gpu._probed = with_context(parse_probe(json.dumps({"gpu": found, "problem": ""}).encode()))
     free["3e5f"] = 5 << 30 | 1 << 29
     if gpu.compute_device == "cpu" or tegra_model() is not None:
@@ -289,4 +288,4 @@ def test_free_memory_of_a_gpu_is_read_again_while_no_worker_holds_any(monkeypatc
 def test_free_memory_without_a_driver_is_unknown() -> None:
     if Path("/dev/nvidiactl").exists():
         pytest.skip("there is a GPU here")
-    assert nvml.free_memory_bytes("3e5f") is None
+    assert free_memory_bytes("3e5f") is None

@@ -16,9 +16,9 @@ from support.plans import BERT_LARGE, LLAMA_1B
 from coordinator.devices.block_profiling import block_cluster, block_workload
 from coordinator.devices.graph_profiling import graph_cluster, graph_workload
 from coordinator.devices.other_models import NOTHING_TAKEN, TakenByOthers
+from coordinator.devices.profile_cache import Workload
 from coordinator.devices.profiling import Profiler
 from coordinator.devices.shared_media import Pair
-from coordinator.devices.workload import Workload
 from coordinator.models.graph_file import GraphFile, read_graph_file
 from hearth.errors import DeviceLost, NoDevices, UnsupportedWeights
 from hearth.plan.profile import ClusterProfile

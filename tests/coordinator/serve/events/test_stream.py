@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.waiting import until
 
-from coordinator.serve.events.file import EventFile
-from coordinator.serve.events.stream import EventRing, EventStream
+from coordinator.serve.events.stream import EventFile, EventRing, EventStream
 from hearth.errors import BadRequest
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.wire import messages as wire

@@ -21,9 +21,8 @@ from support.waiting import until
 
 from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
-from coordinator.serve.planners import process, spare
-from coordinator.serve.planners.process import solve_transformer
-from coordinator.serve.planners.spare import SparePlanners, start_planner
+from coordinator.serve.planners import process
+from coordinator.serve.planners.process import SparePlanners, solve_transformer, start_planner
 from coordinator.serve.state import TransformerGoal
 from hearth.platform.child import Child
 
@@ -35,7 +34,7 @@ REQUEST = PlanRequest(
 
 @pytest.fixture(autouse=True)
 def start_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare, "_REST_SECONDS", 0.0)
+    monkeypatch.setattr(process, "_REST_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -53,7 +52,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @asynccontextmanager
-async def kept(kind: spare.PlannerKind = "transformer") -> AsyncIterator[SparePlanners]:
+async def kept(kind: process.PlannerKind = "transformer") -> AsyncIterator[SparePlanners]:
     """With one process that is ready."""
     spares = SparePlanners()
     spares.keep(kind)
@@ -64,13 +63,13 @@ async def kept(kind: spare.PlannerKind = "transformer") -> AsyncIterator[SparePl
         await spares.close()
 
 
-async def ready(spares: SparePlanners, kind: spare.PlannerKind = "transformer") -> Child:
+async def ready(spares: SparePlanners, kind: process.PlannerKind = "transformer") -> Child:
     await until("a planner process is ready", lambda: kind in spares.ready)
     return spares.ready[kind]
 
 
 async def test_first_plan_waits_for_no_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spare, "_REST_SECONDS", 1e9)
+    monkeypatch.setattr(process, "_REST_SECONDS", 1e9)
 
     spares = SparePlanners()
     spares.keep("transformer", at_once=True)
@@ -112,8 +111,8 @@ async def test_fresh_process_plans_while_none_of_its_kind_is_ready(fresh: list[s
 async def test_process_that_cannot_start_is_done_without(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(spare, "_MODULES", {"transformer": ("no_such_module",)})
-    monkeypatch.setattr(spare, "_ATTEMPTS", 2)
+    monkeypatch.setattr(process, "_MODULES", {"transformer": ("no_such_module",)})
+    monkeypatch.setattr(process, "_ATTEMPTS", 2)
     spares = SparePlanners()
     spares.keep("transformer")
     await until("its start failed", lambda: caplog.text.count("no planner process is kept ready") == 2)
@@ -135,11 +134,11 @@ async def test_stop_leaves_no_process() -> None:
 
 _COORDINATOR = """
 import asyncio
-from coordinator.serve.planners import spare
+from coordinator.serve.planners import process
 
 async def main():
-    spare._REST_SECONDS = 0
-    spares = spare.SparePlanners()
+    process._REST_SECONDS = 0
+    spares = process.SparePlanners()
     spares.keep("transformer")
     while not spares.ready:
         await asyncio.sleep(0.01)
@@ -163,7 +162,7 @@ async def test_serving_keeps_a_process(tmp_path: Path, monkeypatch: pytest.Monke
     goal = TransformerGoal(model_dir=str(write_model(tmp_path / "model")), strategy="hmp")
     async with serving(TransformerFleet("ab"), tmp_path / "state", goal) as home:
         with monkeypatch.context() as patch:  # its end comes before that of `serving`, which patches this, too
-            patch.setattr(spare, "start_planner", start_planner)  # `serving` starts none
+            patch.setattr(process, "start_planner", start_planner)  # `serving` starts none
             home.tools.spare_planners.replace("transformer")  # as after a plan: only what is kept is replaced
             await ready(home.tools.spare_planners)
             await home.tools.spare_planners.close()

@@ -10,8 +10,7 @@ from typing import Any, cast
 
 from support.waiting import until
 
-from coordinator.serve.events.file import EventFile
-from coordinator.serve.events.stream import EventStream
+from coordinator.serve.events.stream import EventFile, EventStream
 from coordinator.serve.standby.standby import copy_events
 from hearth.platform.asyncio_tools import cancel_all
 from hearth.wire import messages as wire
