@@ -27,19 +27,9 @@ from agent.daemon.spawner import Spawner
 from agent.daemon.store import ShardStore
 from agent.daemon.supervisor import WorkerProcess, run_child
 from agent.daemon.telemetry import TelemetryReader
-from hearth.errors import (
-    BadRequest,
-    ChunkCorrupt,
-    DiskHung,
-    HearthError,
-    LeaseLost,
-    NotAuthorised,
-    ProtocolMismatch,
-    StepFailed,
-    StoreFailed,
-)
+from hearth import errors
 from hearth.plan.plan import plan_hash
-from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time
+from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, start_in
 from hearth.platform.disk import FILE_SECONDS, hung_paths, on_disk, read_seconds
 from hearth.platform.machine import give_back_freed_buffers
 from hearth.protocol import (
@@ -120,7 +110,7 @@ class AgentDaemon:
     def authorise(self, public_key: str, kind: type[wire.Message]) -> None:
         """Raise NotAuthorised unless this key may send messages of this type: an administrator may only read."""
         if public_key != self._coordinator_public_key and not issubclass(kind, wire.Hello | wire.GetTelemetry):
-            raise NotAuthorised(role="admin", action=f"send {kind.__name__} to an agent")
+            raise errors.NotAuthorised(role="admin", action=f"send {kind.__name__} to an agent")
 
     async def handle(self, caller: Caller, message: wire.Message, payload: Sequence[Any]) -> Response:
         """Handle one request. A HearthError that it raises is sent to the caller."""
@@ -159,7 +149,7 @@ class AgentDaemon:
                 return await self._find_missing(message)
             case wire.PutChunk():
                 if len(payload) != 1:
-                    raise BadRequest(reason=f"a chunk is one frame, not {len(payload)}")
+                    raise errors.BadRequest(reason=f"a chunk is one frame, not {len(payload)}")
                 await self._store_chunk(message.hash, payload[0])
             case wire.FetchChunks():
                 return wire.ChunksFetched(
@@ -184,7 +174,7 @@ class AgentDaemon:
                 if worker is not None and worker.epoch == message.epoch:
                     await self._stop_worker(message.deployment)
             case _:
-                raise BadRequest(reason=f"an agent does not accept {type(message).__name__}")
+                raise errors.BadRequest(reason=f"an agent does not accept {type(message).__name__}")
         return wire.Done()
 
     async def watch_leases(self) -> None:
@@ -211,7 +201,7 @@ class AgentDaemon:
 
     def _hello(self, message: wire.Hello) -> wire.Message:
         if message.protocol != PROTOCOL_VERSION:
-            raise ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
+            raise errors.ProtocolMismatch(peer=message.name, ours=PROTOCOL_VERSION, theirs=message.protocol)
         return wire.AgentWelcome(
             version=hearth.__version__,
             device_id=self._identity.device_id,
@@ -289,7 +279,7 @@ class AgentDaemon:
                     try:
                         await asyncio.wait({following, ending}, return_when=asyncio.FIRST_COMPLETED)
                         if not following.done():
-                            raise LeaseLost(device=self.name)
+                            raise errors.LeaseLost(device=self.name)
                         reply = following.result()
                     except StopAsyncIteration:
                         return
@@ -302,7 +292,7 @@ class AgentDaemon:
     def _heartbeat(self, caller: Caller, message: wire.Heartbeat) -> wire.Message:
         """Renew the lease, also one that has ended since, as long as no other coordinator has taken it."""
         if self._lease is None or self._lease.holder != message.holder:
-            raise LeaseLost(device=self.name)
+            raise errors.LeaseLost(device=self.name)
         self._lease, self._renewed_by = self._lease.renewed(loop_time()), caller
         return self._state()
 
@@ -333,7 +323,7 @@ class AgentDaemon:
 
     async def _read_telemetry(self) -> wire.Telemetry:
         room_bytes: int | None = None
-        with suppress(OSError, StoreFailed):  # the disk fails: the next access to a chunk says so
+        with suppress(OSError, errors.StoreFailed):  # the disk fails: the next access to a chunk says so
             await self._on_disk(_BRIEF_SECONDS, self._telemetry.read_disk)
             room_bytes = await self._on_disk(_BRIEF_SECONDS, self._store.room_bytes)
         telemetry = self._telemetry.read(time.time(), idle=not self._workers and not self._stopping)
@@ -368,16 +358,16 @@ class AgentDaemon:
         """Run a function of the store in a thread. Raises StoreFailed if the disk does not answer."""
         try:
             return await on_disk(self._store.path, seconds, function, *args)
-        except DiskHung as error:
+        except errors.DiskHung as error:
             reason = f"the disk that holds {error.path} has not answered for {error.seconds:g} s"
-            raise StoreFailed(device=self.name, reason=reason) from None
+            raise errors.StoreFailed(device=self.name, reason=reason) from None
 
     # ---- measurements ---------------------------------------------------------------------------------------------
 
     async def _profile(self, message: wire.Profile, payload: Sequence[Any]) -> wire.Message:
         of_blocks = isinstance(message.subject, wire.BlocksOf)
         if not (of_blocks or payload):
-            raise BadRequest(reason="the graph to be profiled is missing")
+            raise errors.BadRequest(reason="the graph to be profiled is missing")
         device = self._telemetry.read(time.time())
         async with AsyncExitStack() as stack:
             scratch = await self._on_disk(FILE_SECONDS, self._store.scratch_folder)
@@ -400,7 +390,7 @@ class AgentDaemon:
         plan, deployment = message.plan, message.deployment
         self._check_load(message)
         if message.rank >= plan.num_ranks:
-            raise BadRequest(reason=f"rank {message.rank} is not in a plan of {plan.num_ranks} devices")
+            raise errors.BadRequest(reason=f"rank {message.rank} is not in a plan of {plan.num_ranks} devices")
         device = self._telemetry.read(time.time())
         start = wire.Start(
             load=message,
@@ -438,7 +428,7 @@ class AgentDaemon:
         num_bytes = self._store.num_bytes(start.load.parts.hashes)
         try:
             return await worker.reload(start, read_seconds(num_bytes, WORKER_RELOAD_SECONDS))
-        except HearthError as error:
+        except errors.HearthError as error:
             if worker.state == "stopped":
                 raise  # the lease has ended
             self._check_still_wanted(start.load)
@@ -448,7 +438,7 @@ class AgentDaemon:
     async def _pin(self, load: wire.Load) -> None:
         """Protect the chunks of a plan from eviction, and note their use; a disk that hangs delays that only briefly."""
         self._store.pin(load.deployment, load.parts.hashes)
-        with suppress(StoreFailed):
+        with suppress(errors.StoreFailed):
             await self._on_disk(_BRIEF_SECONDS, self._store.note_use, load.parts.hashes)
 
     async def _start_worker(self, start: wire.Start) -> wire.WorkerBound:
@@ -478,30 +468,30 @@ class AgentDaemon:
         """Raise ChunkCorrupt or ChunkMissing unless these chunks are as they were stored."""
         if damaged := await self._verify(hashes):
             more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-            raise ChunkCorrupt(chunk=f"{damaged[0][:12]}{more}", where=f"the disk of {self.name}")
+            raise errors.ChunkCorrupt(chunk=f"{damaged[0][:12]}{more}", where=f"the disk of {self.name}")
 
     def _check_load(self, message: wire.Load) -> None:
         """Raise LeaseLost or BadRequest if the lease has ended, or if a newer plan has come, while this one waited."""
         self._require_lease(message)
         last_epoch = self._last_epochs.get(message.deployment, 0)
         if message.plan.epoch <= last_epoch:
-            raise BadRequest(reason=f"epoch {message.plan.epoch} is not newer than {last_epoch}")
+            raise errors.BadRequest(reason=f"epoch {message.plan.epoch} is not newer than {last_epoch}")
 
     def _check_still_wanted(self, message: wire.Load) -> None:
         """As `_check_load`, after the chunks were hashed, which takes seconds: nobody would stop this plan's worker."""
         if self._closing:
-            raise LeaseLost(device=self.name)
+            raise errors.LeaseLost(device=self.name)
         self._require_lease(message)
         if (newest := self._requested_epochs[message.deployment]) > message.plan.epoch:
             reason = f"the plan of epoch {message.plan.epoch} has been replaced by that of epoch {newest}"
-            raise BadRequest(reason=reason)
+            raise errors.BadRequest(reason=reason)
         if message.plan.epoch <= self._unloaded_epochs.get(message.deployment, 0):
-            raise BadRequest(reason=f"the plan of epoch {message.plan.epoch} was unloaded before it had loaded")
+            raise errors.BadRequest(reason=f"the plan of epoch {message.plan.epoch} was unloaded before it had loaded")
 
     def _worker_of(self, message: wire.PlanCommand) -> WorkerProcess:
         worker = self._workers.get(message.deployment)
         if worker is None or worker.epoch != message.epoch:
-            raise StepFailed(device=self.name, reason=f"the plan of epoch {message.epoch} is not loaded here")
+            raise errors.StepFailed(device=self.name, reason=f"the plan of epoch {message.epoch} is not loaded here")
         return worker
 
     def _record_step(self, message: wire.Run) -> None:
@@ -515,10 +505,7 @@ class AgentDaemon:
         self._running.pop(deployment, None)
         self._store.unpin(deployment)
         if worker is not None:
-            stopping = asyncio.create_task(self._end(worker))
-            self._stopping.add(stopping)
-            stopping.add_done_callback(self._stopping.discard)
-            await asyncio.shield(stopping)
+            await asyncio.shield(start_in(self._stopping, self._end(worker)))
 
     async def _end(self, worker: WorkerProcess) -> None:
         await worker.stop()

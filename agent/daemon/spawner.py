@@ -215,10 +215,12 @@ class _Template:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         self._channel = ours
+        # numpy's BLAS starts no threads, which a fork would lose. Workers do not compute with it.
+        environment = worker_environment(os.environ) | {"OPENBLAS_NUM_THREADS": "1"}
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "agent.worker.fork_server", str(theirs.fileno()), log_level(), self._library,
-                stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=template_environment(os.environ),
+                stdin=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),), env=environment,
             )  # fmt: skip
             asyncio.get_running_loop().add_reader(ours, self._receive)
         except OSError as error:
@@ -320,8 +322,3 @@ def worker_environment(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if not name.startswith("HEARTH_") and name not in ("CREDENTIALS_DIRECTORY", "NOTIFY_SOCKET", "WATCHDOG_USEC")
     }
-
-
-def template_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """As `worker_environment`; numpy's BLAS starts no threads, which a fork would lose. Workers do not compute with it."""
-    return worker_environment(environ) | {"OPENBLAS_NUM_THREADS": "1"}

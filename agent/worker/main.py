@@ -25,17 +25,7 @@ from hearth.files import file_beside
 from hearth.platform.child_main import die_with_parent
 from hearth.platform.confine import COMPILED_KERNELS, confine
 from hearth.platform.system_calls import refuse_system_calls
-from hearth.wire.messages import (
-    Abort,
-    Cancel,
-    ConnectPeers,
-    Done,
-    ForkWorker,
-    Message,
-    SegmentParts,
-    Start,
-    WorkerProgress,
-)
+from hearth.wire import messages as wire
 
 log = logging.getLogger("hearth.worker")
 
@@ -49,12 +39,12 @@ _END_SECONDS = 5.0
 _GIVE_UP_SECONDS = 2.0
 
 
-def create_runtime(start: Start, answer: SendAnswer, previous: Runtime | None) -> Runtime:
+def create_runtime(start: wire.Start, answer: SendAnswer, previous: Runtime | None) -> Runtime:
     """The runtime for the plan's kind of model. Imports only that kind's libraries.
 
     `previous` is that of the plan which this process ran before; the daemon keeps a process for one model.
     """
-    if isinstance(start.load.parts, SegmentParts):
+    if isinstance(start.load.parts, wire.SegmentParts):
         from agent.worker.graph.runtime import GraphRuntime
 
         assert previous is None or isinstance(previous, GraphRuntime)
@@ -72,7 +62,7 @@ class Worker:
         """`listener` is the descriptor of a socket that listens at `endpoint`; see `WorkerServer`."""
         self._server = WorkerServer(endpoint, self._receive, self._progress, listener, daemon)
         self._runtime: Runtime | None = None
-        self._requests: queue.SimpleQueue[tuple[bytes, Message]] = queue.SimpleQueue()
+        self._requests: queue.SimpleQueue[tuple[bytes, wire.Message]] = queue.SimpleQueue()
         self._ready = False  # requests go to the runtime, which runs
         self._ready_lock = threading.Lock()
         self._runs = False  # the runtime is connected, and the main thread is in `run` or about to call it
@@ -96,18 +86,18 @@ class Worker:
                 self._runs = False
                 self._has_ended.set()
 
-    def _receive(self, request: bytes, message: Message, payload: list[bytes]) -> None:
+    def _receive(self, request: bytes, message: wire.Message, payload: list[bytes]) -> None:
         """Take a request, in the control thread."""
-        if isinstance(message, Abort):
+        if isinstance(message, wire.Abort):
             if self._ready and self._runtime is not None:
                 self._runtime.abort(message.step, message.reason)
-            self._server.answer(request, Done())
+            self._server.answer(request, wire.Done())
             return
         with self._ready_lock:
-            if self._ready and isinstance(message, Start):
+            if self._ready and isinstance(message, wire.Start):
                 self._end_plan()
             if not self._ready:
-                if isinstance(message, Cancel):
+                if isinstance(message, wire.Cancel):
                     self._give_up(request)
                 else:
                     self._requests.put((request, message))
@@ -115,10 +105,10 @@ class Worker:
         assert self._runtime is not None
         self._runtime.handle(request, message, payload)
 
-    def _progress(self) -> WorkerProgress:
+    def _progress(self) -> wire.WorkerProgress:
         """What the main thread computes, and what was sent; called in the control thread."""
         if not self._ready or self._runtime is None:
-            return WorkerProgress()
+            return wire.WorkerProgress()
         return self._runtime.progress().model_copy(update={"sent_bytes": self._runtime.sent_bytes})
 
     def _end_plan(self) -> None:
@@ -145,7 +135,7 @@ class Worker:
             log.warning("a load did not end within %g s of being given up; this process ends instead", _GIVE_UP_SECONDS)
             os._exit(1)
 
-    def _load(self, request: bytes, message: Start) -> Message:
+    def _load(self, request: bytes, message: wire.Start) -> wire.Message:
         previous, self._runtime = self._runtime, None
         runtime = create_runtime(message, self._server.answer, previous)
         has_ended = threading.Event()
@@ -161,29 +151,29 @@ class Worker:
         self._runtime = runtime
         return bound
 
-    def _prepare(self, request: bytes, message: Message) -> Message:
+    def _prepare(self, request: bytes, message: wire.Message) -> wire.Message:
         """Load a plan, or connect to its peers."""
-        if isinstance(message, Start):
+        if isinstance(message, wire.Start):
             return self._load(request, message)
-        if not isinstance(message, ConnectPeers) or self._runtime is None:
+        if not isinstance(message, wire.ConnectPeers) or self._runtime is None:
             raise _not_ready(message)
         self._runtime.connect(message)
         with self._ready_lock:  # from here on, requests go to the runtime
             waiting = [self._requests.get() for _ in range(self._requests.qsize())]
-            self._ready = self._runs = not any(isinstance(other, Start) for _, other in waiting)
+            self._ready = self._runs = not any(isinstance(other, wire.Start) for _, other in waiting)
             for early, other in waiting:
-                if isinstance(other, Start):
+                if isinstance(other, wire.Start):
                     self._requests.put((early, other))
                 else:
                     self._server.answer(early, failed_message(type(other).__name__, _not_ready(other)))
-        return Done()
+        return wire.Done()
 
 
-def _not_ready(message: Message) -> StepFailed:
+def _not_ready(message: wire.Message) -> StepFailed:
     return StepFailed(device="this device", reason=f"it is not ready for {type(message).__name__}")
 
 
-def set_up_process(request: ForkWorker) -> int:
+def set_up_process(request: wire.ForkWorker) -> int:
     """Set up a worker's process: ignore Ctrl-C, raise the OOM score, configure logging, open its socket, and confine it.
 
     Returns the descriptor of the socket, which listens at the request's endpoint.
@@ -208,5 +198,5 @@ def set_up_process(request: ForkWorker) -> int:
 
 if __name__ == "__main__":
     die_with_parent(daemon := os.getppid())
-    request = ForkWorker.model_validate_json(sys.argv[2])
+    request = wire.ForkWorker.model_validate_json(sys.argv[2])
     Worker(request.endpoint, set_up_process(request), daemon).run()

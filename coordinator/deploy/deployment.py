@@ -19,17 +19,7 @@ from coordinator.deploy.chunk_scheduler import Chunk
 from coordinator.deploy.distribution import Distribution, PushPause, PushProgress, no_pause
 from coordinator.devices.fleet import Fleet
 from coordinator.devices.registry import Device
-from hearth.errors import (
-    BadMessage,
-    ConnectionLost,
-    DeadlineExceeded,
-    DeviceLost,
-    HearthError,
-    LeaseLost,
-    NotServing,
-    PartLost,
-    WorkerDied,
-)
+from hearth import errors
 from hearth.plan.plan import Plan
 from hearth.plan.profile import Link
 from hearth.platform.asyncio_tools import cancel_all, loop_time
@@ -100,7 +90,7 @@ class Deployment:
         self._fleet = fleet
         self.parts: Sequence[wire.ShardParts | wire.SegmentParts] = ()  # of each rank; its chunks are on its device
         self._step = 0
-        self._failed: asyncio.Future[HearthError] = asyncio.get_running_loop().create_future()
+        self._failed: asyncio.Future[errors.HearthError] = asyncio.get_running_loop().create_future()
 
     @property
     def last_step(self) -> int:
@@ -117,10 +107,10 @@ class Deployment:
         return {"holder": self._fleet.holder, "deployment": self.name, "epoch": self.epoch}
 
     @property
-    def failure(self) -> HearthError | None:
+    def failure(self) -> errors.HearthError | None:
         return self._failed.result() if self._failed.done() else None
 
-    def fail(self, error: HearthError) -> None:
+    def fail(self, error: errors.HearthError) -> None:
         """Mark the deployment as failed: running and later requests raise `error`. Only the first call counts."""
         if not self._failed.done():
             self._failed.set_result(error)
@@ -142,7 +132,7 @@ class Deployment:
         if self.failure is not None:
             raise self.failure
         if not self._fleet.may_compute():
-            raise LeaseLost(device="most devices of this home")
+            raise errors.LeaseLost(device="most devices of this home")
 
     # ---- bring-up -------------------------------------------------------------------------------------------------
 
@@ -218,9 +208,9 @@ class Deployment:
         device = self.plan.devices[rank]
         try:
             return await self._fleet.ask(device.device_id, request, expected, timeout_seconds=seconds)
-        except DeadlineExceeded:
+        except errors.DeadlineExceeded:
             reason = f"it did not answer {type(request).__name__} within {seconds:g} s"
-            raise WorkerDied(device=device.name, reason=reason) from None
+            raise errors.WorkerDied(device=device.name, reason=reason) from None
 
     async def take_over(self, last_step: int) -> None:
         """Take over workers that an earlier coordinator has loaded; `last_step` is the newest step that any of them knows.
@@ -246,7 +236,7 @@ class Deployment:
         A device whose connection has just broken may answer over a new one; its worker would keep its memory otherwise.
         """
         seconds = _UNLOAD_SECONDS if self.failure is None else _UNLOAD_AFTER_LOSS_SECONDS
-        self.fail(NotServing(state="the plan was unloaded"))
+        self.fail(errors.NotServing(state="the plan was unloaded"))
         request = wire.Unload(**self.command_fields)
 
         async def unload(device_id: str) -> None:
@@ -272,7 +262,7 @@ class Deployment:
         for attempt in range(_STEP_ATTEMPTS):
             try:
                 return await self._run_once(request, inputs, join, reply_timeout_seconds)
-            except ConnectionLost as error:
+            except errors.ConnectionLost as error:
                 log.warning("%s Step %d runs again.", error.explanation(), self._step)
                 if attempt == _STEP_ATTEMPTS - 1:
                     raise
@@ -301,14 +291,14 @@ class Deployment:
             device = self.plan.devices[rank].device_id
             try:
                 reply = await self._fleet.call(device, of_rank, payload, timeout_seconds=reply_timeout_seconds)
-            except DeviceLost:
+            except errors.DeviceLost:
                 if await self._fleet.answers_again(device):
-                    raise ConnectionLost(endpoint=self.plan.devices[rank].name) from None
+                    raise errors.ConnectionLost(endpoint=self.plan.devices[rank].name) from None
                 raise
             clocks[rank] = (sent, loop_time())
             done = reply.message
             if not isinstance(done, wire.RunDone):
-                raise BadMessage(reason=f"a worker answered with {type(done).__name__}")
+                raise errors.BadMessage(reason=f"a worker answered with {type(done).__name__}")
             return done, unpack_arrays(done.names, reply.payload)
 
         abort = wire.Abort(**self.command_fields, step=step, reason="")
@@ -345,7 +335,7 @@ class Deployment:
         finally:
             await cancel_all(tasks)
 
-    def _with_device_names(self, error: HearthError) -> HearthError:
+    def _with_device_names(self, error: errors.HearthError) -> errors.HearthError:
         """The same error, with the names of devices instead of ranks, which mean nothing to users and to the next plan."""
         for field in ("device", "peer"):
             kind, _, rank = str(getattr(error, field, "")).partition(" ")
@@ -353,14 +343,14 @@ class Deployment:
                 setattr(error, field, self.plan.devices[int(rank)].name)
         return error
 
-    async def _root_cause(self, tasks: Sequence[asyncio.Future[Any]], abort: wire.Abort | None) -> HearthError:
+    async def _root_cause(self, tasks: Sequence[asyncio.Future[Any]], abort: wire.Abort | None) -> errors.HearthError:
         """Abort the request on all ranks and return the error that caused the others.
 
         If the whole deployment has failed it is unloaded anyway, so there is nothing to abort or to wait for.
         """
         aborts: list[asyncio.Future[Any]] = []
         reachable = [rank for rank, device in enumerate(self.plan.devices) if self._is_reachable(device.device_id)]
-        is_known = any(isinstance(error, PartLost) for error in _task_errors(tasks))
+        is_known = any(isinstance(error, errors.PartLost) for error in _task_errors(tasks))
         if self.failure is None:
             if abort is not None:
                 abort = abort.model_copy(update={"reason": str(_task_errors(tasks)[0])[:1000]})
@@ -378,47 +368,47 @@ class Deployment:
             finally:  # also if the caller is cancelled meanwhile
                 await cancel_all(aborts)
         await cancel_all(tasks)
-        errors = [*([self.failure] if self.failure else []), *_task_errors(tasks), *_task_errors(aborts, reachable)]
-        return min(errors, key=_distance_from_cause)
+        known = [*([self.failure] if self.failure else []), *_task_errors(tasks), *_task_errors(aborts, reachable)]
+        return min(known, key=_distance_from_cause)
 
     def _is_reachable(self, device_id: str) -> bool:
         return device_id in self._fleet.devices and self._fleet.devices[device_id].reachable
 
 
-def _distance_from_cause(error: HearthError) -> int:
+def _distance_from_cause(error: errors.HearthError) -> int:
     """How far an error is from the cause, compared with other errors of the same request."""
-    if isinstance(error, PartLost):
+    if isinstance(error, errors.PartLost):
         return 0
-    return 1 if isinstance(error, ConnectionLost) else 2
+    return 1 if isinstance(error, errors.ConnectionLost) else 2
 
 
-def _task_errors(tasks: Sequence[asyncio.Future[Any]], ranks: Sequence[int] | None = None) -> list[HearthError]:
+def _task_errors(tasks: Sequence[asyncio.Future[Any]], ranks: Sequence[int] | None = None) -> list[errors.HearthError]:
     """The HearthErrors of failed tasks. Raises any other exception.
 
     `ranks` are those that the tasks asked; None: all, in order. An error that names no device, or "this device", gets the
     rank's name.
     """
-    errors = []
+    found = []
     for rank, task in zip(range(len(tasks)) if ranks is None else ranks, tasks, strict=False):
         if task.done() and not task.cancelled() and (error := task.exception()) is not None:
-            if not isinstance(error, HearthError):
+            if not isinstance(error, errors.HearthError):
                 raise error
             if getattr(error, "device", None) in ("", "this device"):
                 vars(error)["device"] = f"rank {rank}"
-            errors.append(error)
-    return errors
+            found.append(error)
+    return found
 
 
-def loss_error(device: Device, deployment: Deployment, loaded: bool) -> HearthError | None:
+def loss_error(device: Device, deployment: Deployment, loaded: bool) -> errors.HearthError | None:
     """The error if this state of a device breaks a deployment, else None. `loaded`: its workers should be running."""
     if device.device_id not in {planned.device_id for planned in deployment.plan.devices}:
         return None
     if device.health in ("dead", "busy", "refused"):
-        return DeviceLost(device=device.name, reason=device.reason)
+        return errors.DeviceLost(device=device.name, reason=device.reason)
     if device.state is None:
-        return DeviceLost(device=device.name, reason="its agent was restarted")
+        return errors.DeviceLost(device=device.name, reason="its agent was restarted")
     if (worker := device.failed_worker(deployment.name, deployment.epoch)) is not None:
-        return WorkerDied(device=device.name, reason=worker.failure)
+        return errors.WorkerDied(device=device.name, reason=worker.failure)
     if loaded and device.worker(deployment.name) is None:
-        return DeviceLost(device=device.name, reason="its worker is gone")
+        return errors.DeviceLost(device=device.name, reason="its worker is gone")
     return None

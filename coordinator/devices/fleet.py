@@ -16,16 +16,7 @@ from coordinator.devices import registry
 from coordinator.devices.connections import Connection, Connections
 from coordinator.devices.leases import Leases
 from coordinator.devices.registry import Device
-from hearth.errors import (
-    AgentBusy,
-    BadMessage,
-    ConnectionLost,
-    DeadlineExceeded,
-    DeviceLost,
-    HearthError,
-    LeaseLost,
-    Unreachable,
-)
+from hearth import errors
 from hearth.plan.common import PlannedDevice
 from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.platform.security import Access
@@ -82,7 +73,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._connections = Connections(
             self, access, lease_name or "hearth", interfaces, static_devices, browse, device_keys
         )
-        self._refusals: dict[tuple[str, int], HearthError] = {}  # by address, until that agent is accepted
+        self._refusals: dict[tuple[str, int], errors.HearthError] = {}  # by address, until that agent is accepted
         self._last_joined = -math.inf  # loop time
 
     async def __aenter__(self) -> Fleet:
@@ -96,7 +87,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         await self._connections.close()
 
     @property
-    def refusals(self) -> list[HearthError]:
+    def refusals(self) -> list[errors.HearthError]:
         """Errors of agents that cannot be used, for instance because of another protocol version."""
         return list(self._refusals.values())
 
@@ -119,7 +110,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
     async def acquire_again(self, device_id: str) -> None:
         """Acquire the lease on a device once more: with another duration, or to hear the configuration that it has stored."""
         if (connection := self._connections.by_device.get(device_id)) is not None:
-            with suppress(HearthError):  # the next heartbeat reports the device
+            with suppress(errors.HearthError):  # the next heartbeat reports the device
                 await self._acquire_lease(connection, device_id)
 
     def leased(self) -> set[str]:
@@ -184,13 +175,13 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         connection = self._connections.by_device.get(device_id)
         name = self.devices[device_id].name if device_id in self.devices else device_id
         if connection is None:
-            raise DeviceLost(device=name, reason="it is not connected")
+            raise errors.DeviceLost(device=name, reason="it is not connected")
         try:
             yield connection.client
-        except (Unreachable, ConnectionLost) as error:
+        except (errors.Unreachable, errors.ConnectionLost) as error:
             self._replace(registry.after_connection_lost(self.devices[device_id], loop_time()))
             connection.broken.set()
-            raise DeviceLost(device=name, reason=error.explanation()) from None
+            raise errors.DeviceLost(device=name, reason=error.explanation()) from None
 
     async def answers_again(self, device_id: str) -> bool:
         """Whether a device whose connection has just broken answers over a new one, without having been restarted."""
@@ -220,10 +211,10 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             try:
                 await _ask(connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, seconds)
                 return False
-            except DeadlineExceeded:
+            except errors.DeadlineExceeded:
                 if loop_time() - asked - seconds > LATE_SECONDS:
                     return False  # this process was too busy to read the answer
-            except HearthError:
+            except errors.HearthError:
                 return False
         self._replace(registry.after_witnesses(self.devices[device_id], waited_seconds))
         log.warning("%s is dead: %s", device.name, self.devices[device_id].reason)
@@ -239,7 +230,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 return False
             try:
                 await _ask(connection.client, wire.Heartbeat(holder=self.holder), wire.AgentState, _AT_ONCE_SECONDS)
-            except HearthError:
+            except errors.HearthError:
                 return False
             return True
 
@@ -256,7 +247,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         async def read(device: Device) -> None:
             try:
                 telemetry = await self.ask(device.device_id, wire.GetTelemetry(), wire.Telemetry, timeout_seconds=3.0)
-            except HearthError as error:
+            except errors.HearthError as error:
                 log.warning("no telemetry from %s: %s", device.name, error)
                 return
             if device.device_id in self.devices:
@@ -265,7 +256,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         await asyncio.gather(*(read(device) for device in self.usable()))
 
     def record_fault(
-        self, planned: Sequence[PlannedDevice], error: HearthError, may_restart: bool = False
+        self, planned: Sequence[PlannedDevice], error: errors.HearthError, may_restart: bool = False
     ) -> list[str]:
         """Record a fault of the device of a plan that the error names. Plans avoid it for a while, if the fault may return.
 
@@ -311,9 +302,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                 connection.server_keys = [connection.client.server_key]
                 await self._register(connection, welcome)
                 await self._watch(connection, welcome.device_id)
-            except (Unreachable, ConnectionLost, DeadlineExceeded):
+            except (errors.Unreachable, errors.ConnectionLost, errors.DeadlineExceeded):
                 await self._miss_hello(connection)
-            except HearthError as error:  # for instance another version or home key, or a duplicate device id
+            except errors.HearthError as error:  # for instance another version or home key, or a duplicate device id
                 if str(error) != str(self._refusals.get(connection.address)):
                     log.warning("%s", error)
                 self._refusals[connection.address] = error
@@ -358,7 +349,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         sent = loop_time()
         try:
             granted = await _ask(connection.client, request, wire.LeaseGranted)
-        except AgentBusy as error:
+        except errors.AgentBusy as error:
             self._leases.lost(device_id)
             self._replace(registry.after_refusal(self.devices[device_id], "busy", error.explanation()))
             return False
@@ -380,8 +371,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         self._leases.changing(device_id, seconds, sent)
         try:
             await _ask(connection.client, request, wire.LeaseGranted, timeout_seconds)
-        except AgentBusy:
-            raise LeaseLost(device=self.devices[device_id].name) from None
+        except errors.AgentBusy:
+            raise errors.LeaseLost(device=self.devices[device_id].name) from None
         self._leases.granted(device_id, seconds, sent, connection.closed_since)
 
     def _disconnected(self, connection: Connection) -> None:
@@ -424,7 +415,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                             and self._connections.by_device.get(device_id) is connection
                         ):
                             self._replace(registry.after_report(self.devices[device_id], state))
-            except HearthError as error:
+            except errors.HearthError as error:
                 log.debug("%s reports no changes of its workers: %s", device_id, error)
             except Exception:  # a bug must not end the reports for good
                 log.exception("a report of the workers of %s could not be handled", device_id)
@@ -467,18 +458,18 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                         return  # the agent restarted between two heartbeats: say hello again
                     now = loop_time()
                     self._replace(registry.after_heartbeat(self.devices[device_id], state, now, now - sent))
-            except LeaseLost:
+            except errors.LeaseLost:
                 self._leases.lost(device_id)
                 if await self._acquire_lease(connection, device_id):
                     log.info("took the lease on %s again", device.name)
-            except (Unreachable, ConnectionLost, DeadlineExceeded) as error:
+            except (errors.Unreachable, errors.ConnectionLost, errors.DeadlineExceeded) as error:
                 if self._connections.by_device.get(device_id) is not connection:
                     continue
                 if self.devices[device_id].health == "dead":  # `is_lost` has found that out
                     return
                 self._excuse(device_id, loop_time() - asked - timeout_seconds)
                 after = self.devices[device_id]
-                if isinstance(error, ConnectionLost):
+                if isinstance(error, errors.ConnectionLost):
                     after = registry.after_connection_lost(after, loop_time())
                 after = registry.after_missed_heartbeat(after, loop_time())
                 if after.health != device.health:
@@ -505,7 +496,7 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
         lost = connection.client
         connection.client = self._connections.new_client(lost.endpoint, lost.server_key)
         for client in (lost, *connection.bulk):
-            client.fail(ConnectionLost(endpoint=client.endpoint))
+            client.fail(errors.ConnectionLost(endpoint=client.endpoint))
         await lost.close()
 
     def _replace(self, device: Device) -> None:
@@ -526,7 +517,9 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
 async def _ask(client: RpcClient, message: wire.Message, expected: type[_T], seconds: float = _HELLO_SECONDS) -> _T:
     reply = await client.call(message, timeout_seconds=seconds)
     if not isinstance(reply.message, expected):
-        raise BadMessage(reason=f"an agent answered {type(message).__name__} with {type(reply.message).__name__}")
+        raise errors.BadMessage(
+            reason=f"an agent answered {type(message).__name__} with {type(reply.message).__name__}"
+        )
     return reply.message
 
 

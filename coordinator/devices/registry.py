@@ -14,6 +14,7 @@ from hearth.protocol import (
     HEARTBEAT_SECONDS,
     HEARTBEAT_TIMEOUT_SECONDS,
     LEASE_SECONDS,
+    STANDBY_LEASE_SECONDS,
     WIRE_ROUND_TRIP_SECONDS,
 )
 from hearth.wire.messages import AgentState, AgentWelcome, DeviceInfo, RunningWorker, Telemetry, WorkerStatus
@@ -214,9 +215,9 @@ def lease_seconds(device: Device, shortest: float, now: float) -> float:
     return min(max(_LEASE_FACTOR * dead_seconds(device, now), shortest), LEASE_SECONDS)
 
 
-def lease_after_silences(silences: Silences, shortest: float, now: float) -> float:
+def lease_after_silences(silences: Silences, now: float) -> float:
     """How long a lease lasts that such silences do not end, at most 5 s."""
-    return min(max(_LEASE_FACTOR * _SILENCE_FACTOR * _longest(silences, now), shortest), LEASE_SECONDS)
+    return min(max(_LEASE_FACTOR * _SILENCE_FACTOR * _longest(silences, now), STANDBY_LEASE_SECONDS), LEASE_SECONDS)
 
 
 def witnessed_seconds(device: Device, now: float, num_witnesses: int) -> float:

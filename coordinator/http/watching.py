@@ -15,7 +15,6 @@ from coordinator.http.openai.common import failed_event
 from coordinator.http.request import EventStream
 from hearth.client.events import AsyncEvents
 from hearth.platform.asyncio_tools import with_timeout
-from hearth.wire.messages import RecordedEvent
 
 # As `Metrics.content_type` of the coordinator's answer, which `AsyncHome.metrics` does not return.
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -55,11 +54,7 @@ async def _pieces(happened: AsyncEvents) -> AsyncGenerator[bytes, None]:
                 return
             if happened.has_gap:
                 yield b": events are missing here\n\n"
-            yield _piece(recorded, happened.cursor)
+            data = recorded.model_dump_json()
+            yield f"id: {happened.cursor}\nevent: {recorded.event.kind}\ndata: {data}\n\n".encode()
     finally:
         await happened.aclose()
-
-
-def _piece(recorded: RecordedEvent, cursor: str) -> bytes:
-    """One event: its cursor as id, its kind as name, and all of it as JSON."""
-    return f"id: {cursor}\nevent: {recorded.event.kind}\ndata: {recorded.model_dump_json()}\n\n".encode()

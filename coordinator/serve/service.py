@@ -21,7 +21,6 @@ from coordinator.devices.registry import Device
 from coordinator.serve.clients.client_port import ClientPort
 from coordinator.serve.clients.http_gateway import keep_http_gateway
 from coordinator.serve.clients.key_registry import RegisteredKeys
-from coordinator.serve.clients.once import RepeatedChanges
 from coordinator.serve.clients.trust import Trust, error_for_app, response_for_app
 from coordinator.serve.config import CoordinatorSettings
 from coordinator.serve.deployments import Deployments
@@ -37,7 +36,7 @@ from coordinator.serve.standby.leadership import AnotherLeads, Leadership
 from coordinator.serve.state import Goal, StateFile, goal_from_json
 from hearth.errors import AppRevoked, BadRequest, HearthError, NotServing, ProtocolMismatch
 from hearth.plan.plan import Plan
-from hearth.platform.asyncio_tools import cancel_all
+from hearth.platform.asyncio_tools import cancel_all, loop_time
 from hearth.platform.discovery import COORDINATOR_SERVICE, advertised
 from hearth.platform.disk import hung_paths
 from hearth.platform.notify import Notifier
@@ -52,6 +51,8 @@ log = logging.getLogger(__name__)
 _CHANGES = (wire.AddApp, wire.RevokeApp, wire.AddDevice, wire.RevokeDevice, wire.ServeModel, wire.StopModel)
 _LEAVES = "it leaves its devices to its standby"
 _ASKS_FOR_LEASES = "it asks most devices for their leases, because its standby may lead"
+_MAX_ANSWERS = 1024  # to changes, of all callers; a change is rare, so this covers hours
+_KEPT_SECONDS = 600.0  # longer than the timeout of any such call
 _ANSWER_SECONDS = 2.0  # for the last answers to leave after a stop; they are small, and the clients wait for them
 
 
@@ -391,3 +392,26 @@ def _shown(controller: Controller) -> dict[str, Any]:
         "ready": controller.lifecycle.takes_requests, "answers": kind.answers, "takes_tools": kind.takes_tools,
         "context_tokens": kind.context_tokens,
     }  # fmt: skip
+
+
+class RepeatedChanges:
+    """Carries out each change once. A client repeats it if the answer was lost, and gets the same answer or error."""
+
+    def __init__(self) -> None:
+        # By caller and request id, the oldest first: the time of the first request, and its answer.
+        self._answers: dict[tuple[str, str], tuple[float, asyncio.Future[wire.Message]]] = {}
+
+    async def once(self, caller: str, request_id: str, change: Callable[[], Awaitable[wire.Message]]) -> wire.Message:
+        """The answer of `change`, which runs only at the first request with this id. Without an id it always runs."""
+        if not request_id:
+            return await change()
+        now = loop_time()
+        while self._answers:
+            oldest = next(iter(self._answers))
+            if len(self._answers) < _MAX_ANSWERS and now - self._answers[oldest][0] < _KEPT_SECONDS:
+                break
+            del self._answers[oldest]
+        key = caller, request_id
+        if key not in self._answers:
+            self._answers[key] = now, asyncio.ensure_future(change())
+        return await asyncio.shield(self._answers[key][1])

@@ -17,18 +17,7 @@ from typing import Any
 
 import zmq.asyncio
 
-from hearth.errors import (
-    AppRevoked,
-    ConnectionLost,
-    DeadlineExceeded,
-    DiskHung,
-    HearthError,
-    NoCoordinator,
-    NotServing,
-    ProtocolMismatch,
-    Unreachable,
-    WrongKey,
-)
+from hearth import errors
 from hearth.files import write_atomically
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
 from hearth.platform.curve import fingerprint
@@ -51,7 +40,7 @@ _MAX_GREETINGS = 32
 _REFUSED_SECONDS = 2.0
 _GREETING_SECONDS = 1.0  # of one greeting in a search over mDNS; an answer takes milliseconds, and the next turn comes
 # Errors of a greeting that may pass, and the pause before the next one: a standby that takes over refuses for a moment.
-_PASSING = (Unreachable, ConnectionLost, DeadlineExceeded, NotServing)
+_PASSING = (errors.Unreachable, errors.ConnectionLost, errors.DeadlineExceeded, errors.NotServing)
 _AGAIN_SECONDS = 0.1
 _MAX_KNOWN = 8  # endpoints that are remembered from earlier searches; a home has one to three coordinators
 
@@ -95,7 +84,7 @@ class Connection:
                 return client
 
         if self.closed:
-            raise ConnectionLost(endpoint="the coordinator")
+            raise errors.ConnectionLost(endpoint="the coordinator")
         if (client := self._usable(failed)) is not None:
             return client
         try:
@@ -104,7 +93,7 @@ class Connection:
             raise self._not_found(timeout_seconds) from None
         except asyncio.CancelledError:
             if self.closed:  # the search was cancelled, not the caller
-                raise ConnectionLost(endpoint="the coordinator") from None
+                raise errors.ConnectionLost(endpoint="the coordinator") from None
             raise
 
     async def close(self) -> None:
@@ -136,7 +125,7 @@ class Connection:
         self._known = [*(other for other in self._known if other != client.endpoint), client.endpoint][-_MAX_KNOWN:]
         if not self._given and self._hint != (found := client.endpoint.removeprefix("tcp://")):
             self._hint, path = found, self._hint_path
-            with suppress(OSError, DiskHung):  # then the next search takes longer
+            with suppress(OSError, errors.DiskHung):  # then the next search takes longer
                 await on_disk(path, _HINT_SECONDS, lambda: write_atomically(path, found, private=True))
         for retired in [each for each in self._retired if not each.pending]:
             self._retired.remove(retired)
@@ -154,21 +143,19 @@ class Connection:
         answer: asyncio.Future[RpcClient] = loop.create_future()
         ended = asyncio.Event()  # our key was refused, or all endpoints have failed
         failed: set[int] = set()
-        errors: list[HearthError] = []
+        failures: list[errors.HearthError] = []
 
-        async def greet(client: RpcClient, seconds: float) -> HearthError | None:
+        async def greet(client: RpcClient, seconds: float) -> errors.HearthError | None:
             """Returns the error. Closes the client, unless it is the first that answered."""
             try:
                 await client.hello(wire.CoordinatorWelcome, timeout_seconds=max(seconds, 0.001))
                 if not answer.done():
                     answer.set_result(client)
-            except HearthError as error:
-                errors.append(error)
-                if isinstance(
-                    error, AppRevoked
-                ):  # only the coordinator itself can say so, over the encrypted connection
-                    ended.set()
-                elif isinstance(error, WrongKey) and not self._given:
+            except errors.HearthError as error:
+                failures.append(error)
+                if isinstance(error, errors.AppRevoked):
+                    ended.set()  # only the coordinator itself can say so, over the encrypted connection
+                elif isinstance(error, errors.WrongKey) and not self._given:
                     loop.call_later(_REFUSED_SECONDS, ended.set)
                 return error
             finally:
@@ -176,7 +163,7 @@ class Connection:
                     await client.close()
             return None
 
-        async def greet_endpoint(endpoint: str, seconds: float) -> HearthError | None:
+        async def greet_endpoint(endpoint: str, seconds: float) -> errors.HearthError | None:
             client = RpcClient(self._context, endpoint, self._access, name="client", quick=True)
             return await greet(client, seconds)
 
@@ -193,7 +180,7 @@ class Connection:
                 error = await (greet_endpoint(endpoint, seconds) if again is None else greet(again, seconds))
                 if error is None:
                     return
-                if not isinstance(error, NotServing):
+                if not isinstance(error, errors.NotServing):
                     failed.add(number)
                     if len(failed) == len(calls):
                         ended.set()
@@ -229,11 +216,11 @@ class Connection:
                 await cancel_all([*tasks, ending])
         if answer.done():
             return answer.result()
-        for kind in (ProtocolMismatch, AppRevoked, WrongKey):
-            for error in errors:
+        for kind in (errors.ProtocolMismatch, errors.AppRevoked, errors.WrongKey):
+            for error in failures:
                 if isinstance(error, kind):
                     raise error
-        raise errors[0] if errors and self._given else self._not_found(timeout_seconds)
+        raise failures[0] if failures and self._given else self._not_found(timeout_seconds)
 
     @asynccontextmanager
     async def _found_endpoints(self, present: str | None) -> AsyncIterator[asyncio.PriorityQueue[_Found]]:
@@ -273,14 +260,14 @@ class Connection:
             await browser.stop()
 
     async def _read_hint(self) -> None:
-        with suppress(OSError, ValueError, HearthError):  # there is none, or another program wrote it
+        with suppress(OSError, ValueError, errors.HearthError):  # there is none, or another program wrote it
             self._hint = await on_disk(self._hint_path, _HINT_SECONDS, self._hint_path.read_text)
             self._known = list(endpoints_of(self._hint)[:1])
 
-    def _not_found(self, seconds: float) -> HearthError:
+    def _not_found(self, seconds: float) -> errors.HearthError:
         if self._given:
-            return Unreachable(endpoint=", ".join(self._given), seconds=seconds)
-        return NoCoordinator(seconds=seconds)
+            return errors.Unreachable(endpoint=", ".join(self._given), seconds=seconds)
+        return errors.NoCoordinator(seconds=seconds)
 
 
 def _hint_path(server_public: str, environ: Mapping[str, str] = os.environ) -> Path:

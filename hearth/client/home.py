@@ -20,20 +20,11 @@ from contextlib import AbstractAsyncContextManager, aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
+from hearth import errors
 from hearth.client import answers
 from hearth.client.answers import Arrays, InferenceResult, array_frames, decode_inference
 from hearth.client.connection import Connection, error_margin
 from hearth.client.events import AsyncEvents
-from hearth.errors import (
-    BadRequest,
-    ConnectionLost,
-    DeadlineExceeded,
-    HearthError,
-    NoCoordinator,
-    NotServing,
-    Unreachable,
-    WrongKey,
-)
 from hearth.platform.asyncio_tools import loop_time
 from hearth.platform.disk import on_disk
 from hearth.platform.security import Access, Credential, coordinator_access, resolve_credential
@@ -56,7 +47,7 @@ _PAUSE_FRACTION = 0.1
 _MIN_PAUSE_SECONDS = 0.05
 _MAX_PAUSE_SECONDS = 0.5
 # Errors after which a call is repeated: the request was not sent, its answer was lost, or the coordinator does not serve now.
-_REPEATED = (Unreachable, ConnectionLost, NotServing)
+_REPEATED = (errors.Unreachable, errors.ConnectionLost, errors.NotServing)
 
 # Longest pause between two messages of the event stream; the coordinator sends one at least every 5 s.
 _EVENTS_SILENCE_SECONDS = 20.0
@@ -180,7 +171,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             **_request_fields(timeout_seconds, model),
         )  # fmt: skip
         if [prompt is not None, bool(messages), token_ids is not None].count(True) != 1:
-            raise BadRequest(reason="give a prompt, messages or token_ids, and only one of them")
+            raise errors.BadRequest(reason="give a prompt, messages or token_ids, and only one of them")
         payload = answers.token_frames(token_ids) if token_ids is not None else ()
         return answers.AsyncGeneration(self._answer(request, payload, timeout_seconds))
 
@@ -228,10 +219,10 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                 if answer.ready:
                     return
                 state = answer.state
-            except (*_REPEATED, NoCoordinator, DeadlineExceeded) as error:  # for instance while it starts again
+            except (*_REPEATED, errors.NoCoordinator, errors.DeadlineExceeded) as error:  # as while it starts again
                 state = str(error)
             await asyncio.sleep(_READY_POLL_SECONDS)
-        raise DeadlineExceeded(action=f"getting ready ({state})", seconds=timeout_seconds)
+        raise errors.DeadlineExceeded(action=f"getting ready ({state})", seconds=timeout_seconds)
 
     async def keep_loaded(
         self, seconds: float, timeout_seconds: float = CALL_SECONDS, *, model: str | None = None
@@ -343,7 +334,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
             try:
                 client = await repeats.client()
                 return await client.call(repeats.adjusted(request), payload, timeout_seconds=repeats.remaining_seconds)
-            except (*_REPEATED, WrongKey) as error:
+            except (*_REPEATED, errors.WrongKey) as error:
                 await repeats.pause(error)
 
     async def _answer(
@@ -377,7 +368,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                                 part = part._replace(decode_seconds=last_seconds - first_seconds)
                             yield part
                 return
-            except (*_REPEATED, WrongKey) as error:
+            except (*_REPEATED, errors.WrongKey) as error:
                 await repeats.pause(error)
                 resumed = bool(received)
 
@@ -399,7 +390,7 @@ class AsyncHome(AbstractAsyncContextManager["AsyncHome"]):
                         cursor = batch.cursor
                         repeats.restart(timeout_seconds)
                         yield batch
-            except (*_REPEATED, WrongKey, DeadlineExceeded) as error:  # the latter: it is silent
+            except (*_REPEATED, errors.WrongKey, errors.DeadlineExceeded) as error:  # the latter: it is silent
                 await repeats.pause(error)
 
 
@@ -437,12 +428,12 @@ class _Repeats:
         if timeout_seconds is not None:
             self._deadline = loop_time() + timeout_seconds
 
-    async def pause(self, error: HearthError) -> None:
+    async def pause(self, error: errors.HearthError) -> None:
         """Wait before the next attempt. Raises the error if there is no time for one.
 
         After a refusal of the key, another coordinator is tried once: a standby that has lost its disk knows no app.
         """
-        if isinstance(error, WrongKey) and self._client in (None, self._failed):
+        if isinstance(error, errors.WrongKey) and self._client in (None, self._failed):
             raise error
         now = loop_time()
         self._refused_at = now if self._refused_at is None else self._refused_at
@@ -478,6 +469,6 @@ async def connect_async(
     home = AsyncHome(coordinator_access(credential), address, interfaces)
     try:
         return await home.open(timeout_seconds)
-    except HearthError:
+    except errors.HearthError:
         await home.close()
         raise

@@ -73,6 +73,14 @@ def _wake(waiter: asyncio.Future[None] | None) -> None:
         waiter.set_result(None)
 
 
+def start_in(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Start a task for which nobody needs to wait. It is in `tasks` until it has ended, so that its owner can end it."""
+    task = asyncio.create_task(work)
+    tasks.add(task)
+    task.add_done_callback(tasks.discard)
+    return task
+
+
 async def cancel_all(futures: Iterable[asyncio.Future[Any]]) -> None:
     """Cancel the futures and wait until they have ended; their exceptions are dropped."""
     ending = []

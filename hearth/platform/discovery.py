@@ -13,13 +13,13 @@ import hmac
 import ipaddress
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from hearth.errors import BadSetting
-from hearth.platform.asyncio_tools import cancel_all, with_timeout
+from hearth.platform.asyncio_tools import cancel_all, start_in, with_timeout
 from hearth.platform.curve import fingerprint
 from hearth.protocol import PROTOCOL_VERSION
 
@@ -223,7 +223,7 @@ class Browser:
             self._open()
         except OSError as error:
             failures.tell(error)
-        self._add_task(self._follow(failures))
+        start_in(self._tasks, self._follow(failures))
 
     async def stop(self) -> None:
         """Stop browsing and close the sockets."""
@@ -261,11 +261,6 @@ class Browser:
             except Exception:  # a library's: without this task, no device at a new address would be found
                 log.exception("browsing failed, trying again")
 
-    def _add_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
     def _changed(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: Any) -> None:
         from zeroconf import ServiceStateChange
 
@@ -273,7 +268,7 @@ class Browser:
             self.services.pop(name.partition(".")[0], None)
             return
         if len(self._tasks) < _MAX_RECORDS:
-            self._add_task(self._resolve(zeroconf, name))
+            start_in(self._tasks, self._resolve(zeroconf, name))
 
     async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
         from zeroconf.asyncio import AsyncServiceInfo

@@ -24,18 +24,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from hearth.errors import (
-    BadMessage,
-    ConnectionLost,
-    DeadlineExceeded,
-    HearthError,
-    InternalError,
-    PortInUse,
-    ProtocolMismatch,
-    UnknownMessage,
-    Unreachable,
-    WrongKey,
-)
+from hearth import errors
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised, with_timeout
 from hearth.platform.curve import (
     KeyPair,
@@ -50,21 +39,8 @@ from hearth.platform.curve import (
 from hearth.platform.network import bracketed
 from hearth.platform.security import Access
 from hearth.protocol import PROTOCOL_VERSION
+from hearth.wire import messages as wire
 from hearth.wire.intake import ID_BYTES, Begin, End, Intake, Limits, Refuse, Rules
-from hearth.wire.messages import (
-    ANY_VERSION_TAGS,
-    MESSAGE_TYPES,
-    PEER_SIZES,
-    Cancel,
-    Done,
-    Failed,
-    Hello,
-    Message,
-    Sizes,
-    decode,
-    encode,
-    expect_message,
-)
 from hearth.wire.zmq_sockets import end_connection_of, loop_socket
 
 log = logging.getLogger(__name__)
@@ -89,7 +65,7 @@ _CONNECTION_LOSSES = (
     | zmq.EVENT_DISCONNECTED
 )
 
-_M = TypeVar("_M", bound=Message)
+_M = TypeVar("_M", bound=wire.Message)
 
 
 class Caller(NamedTuple):
@@ -106,12 +82,13 @@ class Caller(NamedTuple):
 class Reply(NamedTuple):
     """A message and its payload frames."""
 
-    message: Message
+    message: wire.Message
     payload: Sequence[Any] = ()
 
 
-Response: TypeAlias = Message | Reply | AsyncGenerator[Message | Reply, None]  # a generator: a stream of answers
-Handler = Callable[[Caller, Message, Sequence[Any]], Awaitable[Response]]
+# A generator is a stream of answers.
+Response: TypeAlias = wire.Message | Reply | AsyncGenerator[wire.Message | Reply, None]
+Handler = Callable[[Caller, wire.Message, Sequence[Any]], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -122,16 +99,16 @@ class Policy(Rules):
     message is decoded.
     """
 
-    accepts: Mapping[str, type[Message]] = field(default_factory=lambda: MESSAGE_TYPES)  # keyed by tag
-    authorise: Callable[[str, type[Message]], None] = lambda public_key, kind: None
+    accepts: Mapping[str, type[wire.Message]] = field(default_factory=lambda: wire.MESSAGE_TYPES)  # keyed by tag
+    authorise: Callable[[str, type[wire.Message]], None] = lambda public_key, kind: None
     limits: Callable[[str], Limits] = lambda public_key: Limits()
-    sizes: Sizes = PEER_SIZES
-    any_version = ANY_VERSION_TAGS
+    sizes: wire.Sizes = wire.PEER_SIZES
+    any_version = wire.ANY_VERSION_TAGS
 
     def check(self, public_key: str, tag: str) -> None:
         """See `Rules.check`."""
         if tag not in self.accepts:
-            raise UnknownMessage(tag=tag[:64])
+            raise errors.UnknownMessage(tag=tag[:64])
         self.authorise(public_key, self.accepts[tag])
 
     def limits_of(self, public_key: str) -> Limits:
@@ -157,7 +134,7 @@ class Request(NamedTuple):
     identity: bytes  # of the connection
     request_id: bytes
     caller: Caller
-    kind: type[Message]
+    kind: type[wire.Message]
     num_bytes: int
 
 
@@ -186,12 +163,12 @@ class RequestServer(ABC):
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_seconds)
 
-    async def end_requests(self, public_key: str | None, error: HearthError) -> None:
+    async def end_requests(self, public_key: str | None, error: errors.HearthError) -> None:
         """End all requests of a key, also its streams, with this error; None: those of all keys."""
         ending = [(task, each) for task, each in self._tasks.items() if public_key in (None, each.caller.public_key)]
         for task, request in ending:
             task.cancel()
-            await self._send(request, Failed.of(error), is_last=True)
+            await self._send(request, wire.Failed.of(error), is_last=True)
         await cancel_all([task for task, _ in ending])
 
     def _begin(self, request: Request, body: zmq.Frame, payload: list[zmq.Frame], delay_seconds: float = 0.0) -> None:
@@ -222,7 +199,7 @@ class RequestServer(ABC):
         try:
             if delay_seconds:
                 await asyncio.sleep(delay_seconds)
-            message = decode(body.buffer, kind, self._policy.sizes)
+            message = wire.decode(body.buffer, kind, self._policy.sizes)
             response = await self._handler(caller, message, [frame.buffer for frame in payload])
             if isinstance(response, AsyncGenerator):
                 async with aclosing(response) as replies:
@@ -232,21 +209,21 @@ class RequestServer(ABC):
                             return
             else:
                 await self._send(request, response, is_last=True, timeout_seconds=_STALLED_SECONDS)
-        except BadMessage as error:
+        except errors.BadMessage as error:
             self.refusals.note(f"{error.code} for {fingerprint(caller.public_key)}")
-            await self._send(request, Failed.of(error), is_last=True)
-        except HearthError as error:
-            await self._send(request, Failed.of(error), is_last=True)
+            await self._send(request, wire.Failed.of(error), is_last=True)
+        except errors.HearthError as error:
+            await self._send(request, wire.Failed.of(error), is_last=True)
         except (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # also a panic of a library in Rust, which is no Exception
             log.exception("%s failed", kind.__name__)
-            failure = InternalError(where="the other end", reason=f"{type(error).__name__}: {error}")
-            await self._send(request, Failed.of(failure), is_last=True)
+            failure = errors.InternalError(where="the other end", reason=f"{type(error).__name__}: {error}")
+            await self._send(request, wire.Failed.of(failure), is_last=True)
 
     @abstractmethod
     async def _send(
-        self, request: Request, answer: Message | Reply, is_last: bool, timeout_seconds: float = 0.0
+        self, request: Request, answer: wire.Message | Reply, is_last: bool, timeout_seconds: float = 0.0
     ) -> bool:
         """Send an answer. Returns False if the caller is gone, or reads nothing for `timeout_seconds`.
 
@@ -286,7 +263,7 @@ class RpcServer(RequestServer):
         except zmq.ZMQError as error:
             self._socket.close()
             if error.errno == zmq.EADDRINUSE:
-                raise PortInUse(port=port, setting=port_setting) from None
+                raise errors.PortInUse(port=port, setting=port_setting) from None
             raise
         self.port = int(self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
         self._loop_task = supervised(self._receive_loop(), f"the server on port {self.port}")
@@ -334,13 +311,13 @@ class RpcServer(RequestServer):
                 if ends_connection:
                     end_connection_of(frames[-1])
                 elif error is not None:
-                    await self._send_frames([*frames[:2], encode(Failed.of(error))], 0.0)
+                    await self._send_frames([*frames[:2], wire.encode(wire.Failed.of(error))], 0.0)
 
     async def _send(
-        self, request: Request, answer: Message | Reply, is_last: bool, timeout_seconds: float = 0.0
+        self, request: Request, answer: wire.Message | Reply, is_last: bool, timeout_seconds: float = 0.0
     ) -> bool:
         reply = answer if isinstance(answer, Reply) else Reply(answer)
-        frames = [request.identity, request.request_id, encode(reply.message), *reply.payload]
+        frames = [request.identity, request.request_id, wire.encode(reply.message), *reply.payload]
         return await self._send_frames(frames, timeout_seconds)
 
     async def _send_frames(self, frames: Sequence[Any], timeout_seconds: float) -> bool:
@@ -362,7 +339,7 @@ class RpcServer(RequestServer):
     def _is_connected(self, identity: bytes) -> bool:
         """Whether a connection is open: ZeroMQ tells by refusing a message, here one that no caller waits for."""
         try:
-            self._socket.send_now([identity, _NO_REQUEST, encode(Done())])
+            self._socket.send_now([identity, _NO_REQUEST, wire.encode(wire.Done())])
         except zmq.ZMQError as error:
             return isinstance(error, zmq.Again)  # the buffer is full
         return True
@@ -375,14 +352,14 @@ class _Answers:
     """Received answers to one request, for one reader. Unbounded: a stream is finite and small (the tokens of one answer)."""
 
     def __init__(self) -> None:
-        self._received: deque[Reply | HearthError] = deque()
+        self._received: deque[Reply | errors.HearthError] = deque()
         self._arrival = Signal()
 
-    def put(self, answer: Reply | HearthError) -> None:
+    def put(self, answer: Reply | errors.HearthError) -> None:
         self._received.append(answer)
         self._arrival.set()
 
-    async def get(self, timeout_seconds: float) -> Reply | HearthError:
+    async def get(self, timeout_seconds: float) -> Reply | errors.HearthError:
         """The next answer. Raises asyncio.TimeoutError."""
         if not self._received and not await self._arrival.wait(timeout_seconds):
             raise asyncio.TimeoutError
@@ -417,7 +394,7 @@ class RpcClient:
         self.on_disconnect: Callable[[], None] = lambda: None  # called when the connection breaks
         self._pending: dict[bytes, _Answers] = {}  # by request
         self._last_id = 0
-        self._failure: HearthError | None = None
+        self._failure: errors.HearthError | None = None
         self._monitor: zmq.asyncio.Socket | None = None
         self._tasks = [asyncio.create_task(self._receive_loop())]
         if access is None:
@@ -453,9 +430,9 @@ class RpcClient:
             self._socket.disable_monitor()
             self._monitor.close(linger=0)
         self._socket.close()
-        self.fail(ConnectionLost(endpoint=self.endpoint))
+        self.fail(errors.ConnectionLost(endpoint=self.endpoint))
 
-    def fail(self, error: HearthError) -> None:
+    def fail(self, error: errors.HearthError) -> None:
         """Make all current and future calls raise `error`, also those that wait for the connection."""
         self._failure = error
         self._fail_pending(error)
@@ -464,16 +441,16 @@ class RpcClient:
     async def hello(self, welcome: type[_M], timeout_seconds: float) -> _M:
         """Send `Hello` and return the server's welcome. Raises ProtocolMismatch, WrongKey, Unreachable, DeadlineExceeded."""
         try:
-            reply = await self.call(Hello(name=self._name[:256]), timeout_seconds=timeout_seconds)
-        except ProtocolMismatch as error:  # by our decoder, or by the other end with ours and theirs swapped
+            reply = await self.call(wire.Hello(name=self._name[:256]), timeout_seconds=timeout_seconds)
+        except errors.ProtocolMismatch as error:  # by our decoder, or by the other end with ours and theirs swapped
             other = error.theirs if error.ours == PROTOCOL_VERSION else error.ours
-            raise ProtocolMismatch(peer=self.endpoint, ours=PROTOCOL_VERSION, theirs=other) from None
+            raise errors.ProtocolMismatch(peer=self.endpoint, ours=PROTOCOL_VERSION, theirs=other) from None
         theirs = getattr(reply.message, "protocol", None)
         if theirs is not None and theirs != PROTOCOL_VERSION:
-            raise ProtocolMismatch(peer=self.endpoint, ours=PROTOCOL_VERSION, theirs=theirs)
-        return expect_message(reply.message, welcome, self.endpoint)
+            raise errors.ProtocolMismatch(peer=self.endpoint, ours=PROTOCOL_VERSION, theirs=theirs)
+        return wire.expect_message(reply.message, welcome, self.endpoint)
 
-    async def call(self, message: Message, payload: Sequence[Any] = (), *, timeout_seconds: float) -> Reply:
+    async def call(self, message: wire.Message, payload: Sequence[Any] = (), *, timeout_seconds: float) -> Reply:
         """Send a request and wait for its answer.
 
         Raises the server's error; Unreachable (the request was not sent), WrongKey, ConnectionLost, DeadlineExceeded.
@@ -490,7 +467,7 @@ class RpcClient:
 
     async def stream(
         self,
-        message: Message,
+        message: wire.Message,
         payload: Sequence[Any] = (),
         *,
         timeout_seconds: float,
@@ -516,7 +493,7 @@ class RpcClient:
                 except asyncio.TimeoutError:
                     raise self._deadline_exceeded(message, min(timeout_seconds, total_seconds)) from None
                 timeout_seconds = next_timeout_seconds or timeout_seconds
-                ended = isinstance(reply, HearthError) or isinstance(reply.message, (last, Failed))
+                ended = isinstance(reply, errors.HearthError) or isinstance(reply.message, (last, wire.Failed))
                 yield _reply_or_raise(reply)
         except (GeneratorExit, asyncio.CancelledError):
             closed = True
@@ -525,14 +502,16 @@ class RpcClient:
             del self._pending[request_id]
             if not ended:
                 self._last_id += 1
-                cancel = Cancel(request=request_id, final=closed and not may_return())
-                frames = [self._last_id.to_bytes(ID_BYTES, "little"), encode(cancel)]
+                cancel = wire.Cancel(request=request_id, final=closed and not may_return())
+                frames = [self._last_id.to_bytes(ID_BYTES, "little"), wire.encode(cancel)]
                 with suppress(zmq.ZMQError):  # no connection: the server notices that by itself
                     self._socket.send_now(frames)
 
-    async def _send(self, message: Message, payload: Sequence[Any], timeout_seconds: float) -> tuple[bytes, _Answers]:
+    async def _send(
+        self, message: wire.Message, payload: Sequence[Any], timeout_seconds: float
+    ) -> tuple[bytes, _Answers]:
         """Wait for the connection, send, and register the request id. Returns the id and its answers."""
-        body = encode(message)
+        body = wire.encode(message)
         await self._wait_connected(timeout_seconds)
         if self._failure is not None:
             raise self._failure
@@ -544,21 +523,21 @@ class RpcClient:
         except BaseException as error:
             del self._pending[request_id]
             if isinstance(error, zmq.Again):
-                raise Unreachable(endpoint=self.endpoint, seconds=timeout_seconds) from None
+                raise errors.Unreachable(endpoint=self.endpoint, seconds=timeout_seconds) from None
             raise
         return request_id, self._pending[request_id]
 
-    def _deadline_exceeded(self, message: Message, timeout_seconds: float) -> DeadlineExceeded:
-        return DeadlineExceeded(action=f"{type(message).__name__} at {self._where}", seconds=timeout_seconds)
+    def _deadline_exceeded(self, message: wire.Message, timeout_seconds: float) -> errors.DeadlineExceeded:
+        return errors.DeadlineExceeded(action=f"{type(message).__name__} at {self._where}", seconds=timeout_seconds)
 
     async def _wait_connected(self, timeout_seconds: float) -> None:
         if not self._handshake_ended.is_set():
             try:
                 await with_timeout(timeout_seconds, self._handshake_ended.wait())
             except asyncio.TimeoutError:
-                raise Unreachable(endpoint=self.endpoint, seconds=timeout_seconds) from None
+                raise errors.Unreachable(endpoint=self.endpoint, seconds=timeout_seconds) from None
         if self._refused:
-            raise WrongKey(endpoint=self.endpoint)
+            raise errors.WrongKey(endpoint=self.endpoint)
 
     async def _watch_connection(self, monitor: zmq.asyncio.Socket) -> None:
         while True:
@@ -581,10 +560,10 @@ class RpcClient:
             else:
                 self._handshake_ended.clear()
             if not connected:
-                self._fail_pending(ConnectionLost(endpoint=self.endpoint))
+                self._fail_pending(errors.ConnectionLost(endpoint=self.endpoint))
                 self.on_disconnect()
 
-    def _fail_pending(self, error: HearthError) -> None:
+    def _fail_pending(self, error: errors.HearthError) -> None:
         for replies in self._pending.values():
             replies.put(error)
 
@@ -595,15 +574,15 @@ class RpcClient:
             if replies is None:
                 continue  # the caller no longer waits
             try:
-                replies.put(Reply(decode(frames[1].buffer), [frame.buffer for frame in frames[2:]]))
-            except HearthError as error:
+                replies.put(Reply(wire.decode(frames[1].buffer), [frame.buffer for frame in frames[2:]]))
+            except errors.HearthError as error:
                 replies.put(error)
 
 
-def _reply_or_raise(reply: Reply | HearthError) -> Reply:
+def _reply_or_raise(reply: Reply | errors.HearthError) -> Reply:
     """Return the reply, or raise the error that it holds."""
-    if isinstance(reply, HearthError):
+    if isinstance(reply, errors.HearthError):
         raise reply
-    if isinstance(reply.message, Failed):
+    if isinstance(reply.message, wire.Failed):
         raise reply.message.error()
     return reply

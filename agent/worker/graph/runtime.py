@@ -12,8 +12,7 @@ from typing import NamedTuple
 from agent.worker.data_plane import bind_transport
 from agent.worker.graph.engine import GraphEngine
 from agent.worker.graph.schedule import OwnSegment, routes_for
-from agent.worker.graph.sessions import SegmentSession, copied_bytes, load_segment
-from agent.worker.graph.weight_files import WeightFiles
+from agent.worker.graph.sessions import SegmentSession, WeightFiles, copied_bytes, load_segment
 from agent.worker.runtime import LoadGivenUp
 from agent.worker.server import SendAnswer
 from hearth.errors import BadRequest, StoreFailed

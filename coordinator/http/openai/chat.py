@@ -9,16 +9,7 @@ from pydantic import Field
 
 from coordinator.http.answer_stream import entries, of_token, parts_of, while_connected, whole
 from coordinator.http.failures import Failure, unsupported
-from coordinator.http.openai.common import (
-    DONE,
-    SIGN_OF_LIFE,
-    TextRequest,
-    event,
-    failed_event,
-    new_id,
-    now,
-    usage_fields,
-)
+from coordinator.http.openai import common
 from coordinator.http.request import Answer, Body, Call, EventStream, NumTop, TextPart
 from hearth.client.answers import AsyncGeneration, Token
 from hearth.wire.messages import TokenLogProbs, ToolCall
@@ -49,11 +40,11 @@ class Message(Body):
         return "".join(part.text for part in self.content)
 
 
-class ChatCompletion(TextRequest):
+class ChatCompletion(common.TextRequest):
     """The body of the request."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **TextRequest.neutral, "functions": ([],), "function_call": ("none", "auto"),
+        **common.TextRequest.neutral, "functions": ([],), "function_call": ("none", "auto"),
         "modalities": (["text"],), "audio": (), "prediction": (), "reasoning_effort": ("none",), "verbosity": (),
         "web_search_options": (),
     }  # fmt: skip
@@ -165,9 +156,9 @@ async def chat_completion(call: Call) -> Answer:
     generations = [
         asked.generate(served.home, most, number, model=served.deployment, **prompt) for number in range(asked.n or 1)
     ]
-    head = {"id": new_id("chatcmpl"), "created": now(), "model": served.model}
+    head = {"id": common.new_id("chatcmpl"), "created": common.now(), "model": served.model}
     if asked.stream:
-        return EventStream("text/event-stream", _chunks(head, generations, shows_usage), failed_event)
+        return EventStream("text/event-stream", _chunks(head, generations, shows_usage), common.failed_event)
     return await while_connected(call.receive, _whole(head, generations))
 
 
@@ -185,7 +176,7 @@ async def _whole(head: dict[str, Any], generations: Sequence[AsyncGeneration]) -
         reason = "tool_calls" if calls else usage.finish_reason
         shown = {"logprobs": _shown(generation.log_probs), "finish_reason": reason}
         choices.append({"index": index, "message": message, **shown})
-    return {**head, "object": "chat.completion", "choices": choices, "usage": usage_fields(usages)}
+    return {**head, "object": "chat.completion", "choices": choices, "usage": common.usage_fields(usages)}
 
 
 def _shown(log_probs: Sequence[TokenLogProbs]) -> dict[str, Any] | None:
@@ -208,11 +199,11 @@ async def _chunks(
         index: int, delta: dict[str, Any], reason: str | None = None, log_probs: Sequence[TokenLogProbs] = ()
     ) -> bytes:
         choice = {"index": index, "delta": delta, "logprobs": _shown(log_probs), "finish_reason": reason}
-        return event({**head, "choices": [choice], **({"usage": None} if shows_usage else {})})
+        return common.event({**head, "choices": [choice], **({"usage": None} if shows_usage else {})})
 
     async for part in parts_of(generations):
         if part is None:
-            yield SIGN_OF_LIFE
+            yield common.SIGN_OF_LIFE
             continue
         if part.number not in started:
             started.add(part.number)
@@ -227,8 +218,8 @@ async def _chunks(
             usages.append(part.usage)
             yield chunk(part.number, {}, "tool_calls" if num_calls[part.number] else part.usage.finish_reason)
     if shows_usage:
-        yield event({**head, "choices": [], "usage": usage_fields(usages)})
-    yield DONE
+        yield common.event({**head, "choices": [], "usage": common.usage_fields(usages)})
+    yield common.DONE
 
 
 def _deltas(token: Token, num_calls: int) -> Iterator[dict[str, Any]]:

@@ -8,27 +8,17 @@ from typing import Any, ClassVar
 
 from coordinator.http.answer_stream import of_token, parts_of, token_text, while_connected, whole
 from coordinator.http.failures import Failure
-from coordinator.http.openai.common import (
-    DONE,
-    MAX_CHOICES,
-    SIGN_OF_LIFE,
-    TextRequest,
-    event,
-    failed_event,
-    new_id,
-    now,
-    usage_fields,
-)
+from coordinator.http.openai import common
 from coordinator.http.request import Answer, Call, EventStream, NumTop
 from hearth.client.answers import AsyncGeneration, Usage
 from hearth.wire.messages import TokenLogProbs
 
 
-class Completion(TextRequest):
+class Completion(common.TextRequest):
     """The body of the request."""
 
     neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **TextRequest.neutral, "echo": (False,), "suffix": ("",), "best_of": (1,),
+        **common.TextRequest.neutral, "echo": (False,), "suffix": ("",), "best_of": (1,),
     }  # fmt: skip
 
     logprobs: NumTop | None = None
@@ -42,8 +32,8 @@ class Completion(TextRequest):
             {"prompt": each} if isinstance(each, str) else {"token_ids": list(each)}  # type: ignore[arg-type]
             for each in ([given] if single else given)
         ]
-        if len(prompts) * (self.n or 1) > MAX_CHOICES:
-            raise Failure(400, f"At most {MAX_CHOICES} answers can be asked for at once.", param="prompt")
+        if len(prompts) * (self.n or 1) > common.MAX_CHOICES:
+            raise Failure(400, f"At most {common.MAX_CHOICES} answers can be asked for at once.", param="prompt")
         return prompts
 
 
@@ -62,9 +52,11 @@ async def completion(call: Call) -> Answer:
         for prompt in prompts
         for number in range(num_choices)
     ]
-    head = {"id": new_id("cmpl"), "object": "text_completion", "created": now(), "model": served.model}
+    head = {"id": common.new_id("cmpl"), "object": "text_completion", "created": common.now(), "model": served.model}
     if asked.stream:
-        return EventStream("text/event-stream", _chunks(head, generations, num_choices, shows_usage), failed_event)
+        return EventStream(
+            "text/event-stream", _chunks(head, generations, num_choices, shows_usage), common.failed_event
+        )
     return await while_connected(call.receive, _whole(head, generations, num_choices))
 
 
@@ -75,7 +67,7 @@ async def _whole(head: dict[str, Any], generations: Sequence[AsyncGeneration], n
         {"index": index, "text": text, "logprobs": _shown(each.log_probs, 0), "finish_reason": usage.finish_reason}
         for index, (text, usage, each) in of_answers
     ]
-    return {**head, "choices": choices, "usage": usage_fields(usages, num_choices)}
+    return {**head, "choices": choices, "usage": common.usage_fields(usages, num_choices)}
 
 
 def _shown(log_probs: Sequence[TokenLogProbs], offset: int) -> dict[str, Any] | None:
@@ -101,11 +93,11 @@ async def _chunks(
         shown = _shown(log_probs, num_characters[index])
         num_characters[index] += sum(len(token_text(each.chosen)) for each in log_probs)
         choice = {"index": index, "text": text, "logprobs": shown, "finish_reason": reason}
-        return event({**head, "choices": [choice], **({"usage": None} if shows_usage else {})})
+        return common.event({**head, "choices": [choice], **({"usage": None} if shows_usage else {})})
 
     async for part in parts_of(generations):
         if part is None:
-            yield SIGN_OF_LIFE
+            yield common.SIGN_OF_LIFE
             continue
         if part.token is not None and (part.token.text or part.token.log_probs is not None):
             yield chunk(part.number, part.token.text, log_probs=of_token(part.token))
@@ -113,7 +105,7 @@ async def _chunks(
             ends[part.number] = part.usage
             yield chunk(part.number, "", part.usage.finish_reason)
     if shows_usage:
-        yield event(
-            {**head, "choices": [], "usage": usage_fields([ends[index] for index in sorted(ends)], num_choices)}
+        yield common.event(
+            {**head, "choices": [], "usage": common.usage_fields([ends[index] for index in sorted(ends)], num_choices)}
         )
-    yield DONE
+    yield common.DONE

@@ -53,10 +53,6 @@ def without_activation(node: NodeProto) -> NodeProto | None:
     )
 
 
-def _as_input(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
-    return [inputs[0]]
-
-
 def _skip_normalisation(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
     """Outputs: normalised, mean, inverse standard deviation, sum of input and skip."""
     statistics = TensorType(TensorProto.FLOAT, (*inputs[0].shape[:-1], 1))
@@ -122,10 +118,6 @@ def _embedding(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorTy
     return [embedded, TensorType(TensorProto.INT32, tokens.shape[:1]), embedded]
 
 
-def _dequantised(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
-    return [TensorType(inputs[1].element_type, inputs[0].shape)]
-
-
 def _quantised(_: dict[str, Any], inputs: Sequence[TensorType]) -> list[TensorType]:
     return [TensorType(inputs[2].element_type if len(inputs) > 2 else TensorProto.UINT8, inputs[0].shape)]
 
@@ -134,7 +126,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(
         ("Gelu", "FastGelu", "QuickGelu", "BiasGelu", "SimplifiedLayerNormalization", "GroupNorm", "RotaryEmbedding",
          "QLinearSigmoid", "QLinearLeakyRelu"),
-        _as_input,
+        lambda _, inputs: [inputs[0]],
     ),
     **dict.fromkeys(("SkipLayerNormalization", "SkipSimplifiedLayerNormalization"), _skip_normalisation),
     "FusedMatMul": _fused_matmul,
@@ -146,6 +138,6 @@ _RULES: dict[str, _Rule] = {
     "Attention": _attention,
     "MultiHeadAttention": _multi_head_attention,
     "EmbedLayerNormalization": _embedding,
-    "DequantizeLinear": _dequantised,
+    "DequantizeLinear": lambda _, inputs: [TensorType(inputs[1].element_type, inputs[0].shape)],
     "QuantizeLinear": _quantised,
 }  # fmt: skip

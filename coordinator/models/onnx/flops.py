@@ -45,14 +45,6 @@ def _output_elements(call: OperatorCall) -> int:
     return sum(math.prod(shape) for shape in call.outputs if shape is not None)
 
 
-def _input_elements(call: OperatorCall) -> int:
-    return math.prod(call.input(0))
-
-
-def _no_flops(_: OperatorCall) -> int:
-    return 0
-
-
 def _pooling(call: OperatorCall) -> int:
     """A window may be larger than its input; then only the input's elements count."""
     window = [
@@ -149,7 +141,7 @@ _RULES: dict[str, Callable[[OperatorCall], int]] = {
          "LayerNormalization", "GroupNormalization", "LpNormalization", "MeanVarianceNormalization",
          "RMSNormalization", "SimplifiedLayerNormalization", "SkipLayerNormalization",
          "SkipSimplifiedLayerNormalization", "LRN"),
-        _input_elements,
+        lambda call: math.prod(call.input(0)),
     ),
-    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Shape", "Size"), _no_flops),
+    **dict.fromkeys(("Reshape", "Flatten", "Squeeze", "Unsqueeze", "Identity", "Shape", "Size"), lambda call: 0),
 }  # fmt: skip

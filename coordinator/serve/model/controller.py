@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -32,7 +32,7 @@ from coordinator.serve.requests.runner import Requests, as_hearth_error
 from coordinator.serve.state import Goal, GraphGoal, SavedDeployment
 from hearth import errors
 from hearth.plan.plan import Plan
-from hearth.platform.asyncio_tools import cancel_all, first_result, loop_time, with_timeout
+from hearth.platform.asyncio_tools import cancel_all, first_result, loop_time, start_in, with_timeout
 from hearth.platform.units import format_bytes
 from hearth.wire.messages import PhaseEntered, PreparedLoss, WorkerLibrary
 
@@ -352,7 +352,7 @@ class Controller:
                     self._retired.append(deployment)
             case "release_workers":
                 for retired in self._retired:  # a worker that goes on has the new epoch, and this does not concern it
-                    self._start_in_background(self._unload(retired))
+                    start_in(self._background, self._unload(retired))
                 self._retired = []
             case "stop_workers":
                 await self._stop_workers()
@@ -377,12 +377,7 @@ class Controller:
     def _warm_workers(self, device_ids: Iterable[str]) -> None:
         """Have devices import in the background what their workers need."""
         library: WorkerLibrary = "onnxruntime" if self.kind.planner == "graph" else "torch"
-        self._start_in_background(warm_workers(self._services.fleet, list(device_ids), library))
-
-    def _start_in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        start_in(self._background, warm_workers(self._services.fleet, list(device_ids), library))
 
     @property
     def _held_plan(self) -> Plan | None:

@@ -74,7 +74,8 @@ class Leadership:
             if self.quorum.current is None:
                 await self._is_needed.wait()
             elif was_needed:
-                self._fleet.lease_seconds = self._lease_seconds()  # heartbeats change those that there are
+                # As if the devices had been silent for as long as this process stalled. Heartbeats change those that there are.
+                self._fleet.lease_seconds = registry.lease_after_silences(self._stalls, loop_time())
             else:
                 was_needed = True
                 self._fleet.lease_seconds = STANDBY_LEASE_SECONDS
@@ -91,10 +92,6 @@ class Leadership:
             await asyncio.sleep(_POLL_SECONDS)
             now = loop_time()
             self._stalls = registry.add_silence(self._stalls, now, now - slept - _POLL_SECONDS)
-
-    def _lease_seconds(self) -> float:
-        """The shortest lease: as if the devices had been silent for as long as this process stalled."""
-        return registry.lease_after_silences(self._stalls, STANDBY_LEASE_SECONDS, loop_time())
 
     def _others_lead(self) -> bool:
         busy = {device_id for device_id, device in self._fleet.devices.items() if device.health == "busy"}

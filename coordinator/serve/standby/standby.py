@@ -30,7 +30,7 @@ from coordinator.serve.standby.replica import Replica
 from coordinator.serve.state import StateFile
 from hearth.client.connection import endpoints_of
 from hearth.errors import AgentBusy, ConnectionLost, HearthError, NotServing, Unreachable
-from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
+from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time, start_in
 from hearth.platform.discovery import COORDINATOR_SERVICE, Browser
 from hearth.platform.disk import FILE_SECONDS, on_disk
 from hearth.platform.network import bracketed, refuses_connections
@@ -314,7 +314,8 @@ class Standby:
                     await asyncio.sleep(_ATTEMPT_PAUSE_SECONDS)
                 except HearthError as error:
                     log.info("no lease on %s: %s", device_id, error)
-                    self._return_late(device_id)
+                    # It may grant the lease when it goes on, and nobody would use it.
+                    start_in(self._returning, self._return_leases([device_id]))
                     return None
             self._quorum = self._quorum.granted(device_id, granted.configuration)
             return device_id
@@ -331,12 +332,6 @@ class Standby:
             return False
         host, _, port = self._leader_endpoint.removeprefix("tcp://").rpartition(":")
         return await refuses_connections(host.strip("[]"), int(port), _REFUSAL_SECONDS)
-
-    def _return_late(self, device_id: str) -> None:
-        """Return the lease that a device may grant when it goes on, since nobody would use it. Does not wait for that."""
-        returning = asyncio.create_task(self._return_leases([device_id]))
-        self._returning.add(returning)
-        returning.add_done_callback(self._returning.discard)
 
     async def _return_leases(self, devices: Sequence[str]) -> None:
         """Release leases that are not sufficient, with the workers as they are."""

@@ -91,12 +91,8 @@ def _lists(stop: Stop) -> dict[str, Baseline]:
         "fewer-devices": partial(_on_fewer_devices, stop=stop),
         "local": local,
         "enumerative": enumerative,
-        "critical-path": partial(_critical_path, stop=stop),
+        "critical-path": lambda problem: critical_path(problem, Random(_TIE_BREAK_SEED), stop=stop),
     }
-
-
-def _critical_path(problem: PlacementProblem, stop: Stop) -> Schedule:
-    return critical_path(problem, Random(_TIE_BREAK_SEED), stop=stop)
 
 
 def _on_fewer_devices(problem: PlacementProblem, stop: Stop) -> Schedule:

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from coordinator.serve.clients import once
-from coordinator.serve.clients.once import RepeatedChanges
+from coordinator.serve import service
+from coordinator.serve.service import RepeatedChanges
 from hearth.errors import BadRequest
 from hearth.wire.messages import Done
 
@@ -42,7 +42,7 @@ async def test_repeated_change_is_carried_out_once_and_gets_the_same_answer() ->
 
 
 async def test_kept_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(once, "_MAX_ANSWERS", 3)
+    monkeypatch.setattr(service, "_MAX_ANSWERS", 3)
 
     changes, repeated = Changes(), RepeatedChanges()
     changes.count = 10
