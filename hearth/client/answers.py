@@ -7,10 +7,11 @@ import concurrent.futures
 import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
+from contextlib import AbstractAsyncContextManager, suppress
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from typing_extensions import Self
 
 from hearth.errors import BadRequest, HearthError
 from hearth.protocol import MAX_PAYLOAD_FRAMES
@@ -24,9 +25,13 @@ if TYPE_CHECKING:
 else:
     Arrays = Mapping
 
-_CLOSE_SECONDS = 10.0  # longest wait of `Generation.close` for the event loop: as for other calls that run no model
+_CLOSE_SECONDS = (
+    10.0  # longest wait of `BlockingIterator.close` for the event loop: as for other calls that run no model
+)
 
 _M = TypeVar("_M", bound=BaseModel)
+_I = TypeVar("_I")
+_S = TypeVar("_S", bound="_Source")
 
 Chat = Sequence[wire.ChatMessage | Mapping[str, Any]]  # {"role": "user", "content": "..."}
 RunCoroutine = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -158,78 +163,44 @@ class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncItera
         await self.aclose()
 
 
-def start_closing(
-    closing: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop
-) -> concurrent.futures.Future[None] | None:
-    """Run `closing` in the loop of another thread; None if the loop has ended."""
-    try:
-        return asyncio.run_coroutine_threadsafe(closing, loop)
-    except RuntimeError:  # the connection was closed, and its event loop with it
-        closing.close()
-        return None
+class _Source(AsyncIterator[Any], Protocol):
+    async def aclose(self) -> None: ...
 
 
-class Generation(AbstractContextManager["Generation"], Iterator[Token]):
-    """As `AsyncGeneration`, for programs without an event loop. Closing or deleting it, or Ctrl-C, cancels the answer."""
+class BlockingIterator(Iterator[_I], Generic[_S, _I]):
+    """An asynchronous iterator, for programs without an event loop. Closing or deleting it, or Ctrl-C, closes that one."""
 
-    def __init__(self, answer: AsyncGeneration, run: RunCoroutine, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, source: _S, run: RunCoroutine, loop: asyncio.AbstractEventLoop) -> None:
         """`run` runs a coroutine in `loop`, which runs in another thread, and waits for its result."""
-        self._answer = answer
+        self._source = source
         self._run = run
         self._loop = loop
         self._next_lock = threading.Lock()
         self._ended = False
 
-    @property
-    def token_ids(self) -> list[int]:
-        """The token ids received so far."""
-        return self._answer.token_ids
-
-    @property
-    def log_probs(self) -> list[wire.TokenLogProbs]:
-        """The tokens' log-probabilities received so far, if they were asked for."""
-        return self._answer.log_probs
-
-    @property
-    def tool_calls(self) -> list[wire.ToolCall]:
-        """The calls of tools received so far."""
-        return self._answer.tool_calls
-
-    @property
-    def reasoning(self) -> str:
-        """The reasoning received so far, if the answer's parts were asked for."""
-        return self._answer.reasoning
-
-    @property
-    def usage(self) -> Usage | None:
-        """Token counts and timings; None until the answer has ended."""
-        return self._answer.usage
-
-    def __next__(self) -> Token:
+    def __next__(self) -> _I:
         with self._next_lock:
             try:
-                token: Token | None = self._run(self._next_token())
+                item: _I | None = self._run(self._next_item())
             except HearthError:
                 self._ended = True
                 raise
             except BaseException:  # Ctrl-C
                 self.close()
                 raise
-        if token is None:
+        if item is None:
             self._ended = True
             raise StopIteration
-        return token
-
-    def text(self) -> str:
-        """Wait for the end of the answer and return its whole text."""
-        text: str = self._run(self._answer.text())
-        return text
+        return item
 
     def close(self) -> None:
-        """Cancel the answer, also on the coordinator. Does nothing if it has ended."""
+        """End the request, also on the coordinator. Does nothing if it has ended."""
         if (closing := self._close()) is not None:
             with suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
                 closing.result(_CLOSE_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -241,13 +212,53 @@ class Generation(AbstractContextManager["Generation"], Iterator[Token]):
         if self._ended:
             return None
         self._ended = True
-        return start_closing(self._answer.aclose(), self._loop)
-
-    async def _next_token(self) -> Token | None:
+        closing = self._source.aclose()
         try:
-            return await anext(self._answer)
+            return asyncio.run_coroutine_threadsafe(closing, self._loop)
+        except RuntimeError:  # the connection was closed, and its event loop with it
+            closing.close()
+            return None
+
+    async def _next_item(self) -> _I | None:
+        try:
+            item: _I = await anext(self._source)
+            return item
         except StopAsyncIteration:
             return None
+
+
+class Generation(BlockingIterator[AsyncGeneration, Token]):
+    """As `AsyncGeneration`, for programs without an event loop. Closing or deleting it, or Ctrl-C, cancels the answer."""
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The token ids received so far."""
+        return self._source.token_ids
+
+    @property
+    def log_probs(self) -> list[wire.TokenLogProbs]:
+        """The tokens' log-probabilities received so far, if they were asked for."""
+        return self._source.log_probs
+
+    @property
+    def tool_calls(self) -> list[wire.ToolCall]:
+        """The calls of tools received so far."""
+        return self._source.tool_calls
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning received so far, if the answer's parts were asked for."""
+        return self._source.reasoning
+
+    @property
+    def usage(self) -> Usage | None:
+        """Token counts and timings; None until the answer has ended."""
+        return self._source.usage
+
+    def text(self) -> str:
+        """Wait for the end of the answer and return its whole text."""
+        text: str = self._run(self._source.text())
+        return text
 
 
 # ---- requests and their parts ----------------------------------------------------------------------------------------

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import AbstractAsyncContextManager
 
-from hearth.client.answers import RunCoroutine, start_closing
+from hearth.client.answers import BlockingIterator
 from hearth.wire.messages import EventsRecorded, RecordedEvent
-
-_CLOSE_SECONDS = 10.0  # longest wait of `Events.close` for the event loop
 
 
 class AsyncEvents(AbstractAsyncContextManager["AsyncEvents"], AsyncIterator[RecordedEvent]):
@@ -79,46 +76,15 @@ class AsyncEvents(AbstractAsyncContextManager["AsyncEvents"], AsyncIterator[Reco
             self.cursor = f"{batch.cursor.partition('-')[0]}-{batch.events[0].number - 1}"
 
 
-class Events(AbstractContextManager["Events"], Iterator[RecordedEvent]):
-    """As `AsyncEvents`, for programs without an event loop. Closing it, or Ctrl-C, ends the request."""
-
-    def __init__(self, events: AsyncEvents, run: RunCoroutine, loop: asyncio.AbstractEventLoop) -> None:
-        """`run` runs a coroutine in `loop`, which runs in another thread, and waits for its result."""
-        self._events = events
-        self._run = run
-        self._loop = loop
+class Events(BlockingIterator[AsyncEvents, RecordedEvent]):
+    """As `AsyncEvents`, for programs without an event loop. Closing or deleting it, or Ctrl-C, ends the request."""
 
     @property
     def cursor(self) -> str:
         """As of `AsyncEvents`."""
-        return self._events.cursor
+        return self._source.cursor
 
     @property
     def has_gap(self) -> bool:
         """As of `AsyncEvents`."""
-        return self._events.has_gap
-
-    def __next__(self) -> RecordedEvent:
-        try:
-            event: RecordedEvent | None = self._run(self._next_event())
-        except BaseException:
-            self.close()
-            raise
-        if event is None:
-            raise StopIteration
-        return event
-
-    def close(self) -> None:
-        """End the request. Does nothing if it has ended."""
-        if (closing := start_closing(self._events.aclose(), self._loop)) is not None:
-            with suppress(concurrent.futures.TimeoutError, concurrent.futures.CancelledError):
-                closing.result(_CLOSE_SECONDS)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    async def _next_event(self) -> RecordedEvent | None:
-        try:
-            return await anext(self._events)
-        except StopAsyncIteration:
-            return None
+        return self._source.has_gap
