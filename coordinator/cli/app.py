@@ -7,14 +7,13 @@ import logging
 import typer
 
 import hearth
-from coordinator.cli.commands.chat import chat
 from coordinator.cli.commands.demo import demo
 from coordinator.cli.commands.devices import devices
 from coordinator.cli.commands.doctor import doctor
 from coordinator.cli.commands.embed import embed
 from coordinator.cli.commands.events import events
 from coordinator.cli.commands.gateway import gateway
-from coordinator.cli.commands.generate import generate
+from coordinator.cli.commands.generate import chat, generate
 from coordinator.cli.commands.infer import bench_model, infer
 from coordinator.cli.commands.key import key_app
 from coordinator.cli.commands.plan import plan

@@ -29,7 +29,6 @@ from support.waiting import WAIT_LIMIT_SECONDS, let_tasks_run, until, wait_for
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
-from coordinator.cli.commands import chat as chat_command
 from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.kinds import generation
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, max_context_tokens, probe
@@ -1160,7 +1159,7 @@ def test_ctrl_c_in_a_chat_ends_only_the_answer(
             threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         return line
 
-    monkeypatch.setattr(chat_command, "_read_line", read_line)
+    monkeypatch.setattr(generate_command, "_read_line", read_line)
     with Background(script, model) as served:
         result = command(served, key, "chat")
         served.wait_idle()
