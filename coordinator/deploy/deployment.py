@@ -89,13 +89,8 @@ class Deployment:
         self.dropped_messages = 0
         self._fleet = fleet
         self.parts: Sequence[wire.ShardParts | wire.SegmentParts] = ()  # of each rank; its chunks are on its device
-        self._step = 0
+        self.last_step = 0  # the number of the newest step
         self._failed: asyncio.Future[errors.HearthError] = asyncio.get_running_loop().create_future()
-
-    @property
-    def last_step(self) -> int:
-        """The number of the newest step."""
-        return self._step
 
     @property
     def epoch(self) -> int:
@@ -217,7 +212,7 @@ class Deployment:
 
         Raises as `gather_or_abort` does.
         """
-        self._step = last_step
+        self.last_step = last_step
         if not self.ends_requests_alone:
             abort = wire.Abort(**self.command_fields, reason="another coordinator has taken over")
             await self.gather_or_abort(
@@ -263,7 +258,7 @@ class Deployment:
             try:
                 return await self._run_once(request, inputs, join, reply_timeout_seconds)
             except errors.ConnectionLost as error:
-                log.warning("%s Step %d runs again.", error.explanation(), self._step)
+                log.warning("%s Step %d runs again.", error.explanation(), self.last_step)
                 if attempt == _STEP_ATTEMPTS - 1:
                     raise
         raise AssertionError("there is at least one attempt")
@@ -277,8 +272,8 @@ class Deployment:
     ) -> RunResult[R]:
         """As `run`. Raises ConnectionLost if only the connection to an agent broke."""
         self.check_may_run()
-        self._step += 1
-        step = self._step
+        self.last_step += 1
+        step = self.last_step
         # Pack an array that several ranks receive only once.
         frames = {id(array): pack_array(array) for arrays in inputs for array in arrays.values()}
         began = loop_time()

@@ -22,17 +22,8 @@ from coordinator.port import protocol
 from coordinator.port.outbox import STALLED_SECONDS, Outbox, Outcome
 from coordinator.port.protocol import PortStart, PortState
 from coordinator.port.requests import Action, ClientRequests, Disconnect, Forward, Send
+from hearth.platform import curve
 from hearth.platform.connections import end_connection, received_bytes
-from hearth.platform.curve import (
-    Gatekeeper,
-    KeyPair,
-    PolledAuthenticator,
-    Refusals,
-    fingerprint,
-    limit_connections,
-    secure_server,
-    user_id,
-)
 from hearth.platform.machine import give_back_freed_buffers
 from hearth.wire.zmq_sockets import DirectSocket, direct_socket, end_connection_of
 
@@ -66,13 +57,13 @@ class PortProcess:
 
     def __init__(self, start: PortStart) -> None:
         """Listen, and connect to the coordinator."""
-        self._refusals = Refusals("messages")
+        self._refusals = curve.Refusals("messages")
         self._memory = MemoryGuard(start.memory_bytes)
         self._context = zmq.Context()
         self._requests = ClientRequests(start.rules, start.access, self._note_refusal)
         self._outbox = Outbox(self._try_to_send, self._left, self._gone)
-        self._authenticator = PolledAuthenticator(self._context)
-        self._gatekeeper = Gatekeeper(self._authenticator)
+        self._authenticator = curve.PolledAuthenticator(self._context)
+        self._gatekeeper = curve.Gatekeeper(self._authenticator)
         self._gatekeeper.admit(_ZAP_DOMAIN, self._requests.admits)
         self._gatekeeper.start()
         self._coordinator = direct_socket(self._context, zmq.DEALER)
@@ -82,8 +73,8 @@ class PortProcess:
         self._coordinator.linger = 0
         self._coordinator.connect(start.endpoint)
         self._clients = direct_socket(self._context, zmq.ROUTER)
-        secure_server(self._clients, KeyPair(start.public_key, start.secret_key), _ZAP_DOMAIN)
-        limit_connections(self._clients)
+        curve.secure_server(self._clients, curve.KeyPair(start.public_key, start.secret_key), _ZAP_DOMAIN)
+        curve.limit_connections(self._clients)
         self._clients.sndhwm = _ANSWERS_PER_CONNECTION
         self._clients.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for an answer to a caller that is gone
         # The kernel ends a connection that nobody reads.
@@ -143,7 +134,7 @@ class PortProcess:
             handle(frames, now)
 
     def _hear_client(self, frames: list[zmq.Frame], now: float) -> None:
-        self._act(self._requests.receive(frames, user_id(frames[-1]), now), now)
+        self._act(self._requests.receive(frames, curve.user_id(frames[-1]), now), now)
 
     def _hear_coordinator(self, frames: list[zmq.Frame], now: float) -> None:
         match frames[0].bytes:
@@ -187,7 +178,7 @@ class PortProcess:
         self._act(self._requests.gone(identity), time.monotonic())
 
     def _note_refusal(self, reason: str, public_key: str) -> None:
-        self._refusals.note(f"{reason}, of {fingerprint(public_key)}")
+        self._refusals.note(f"{reason}, of {curve.fingerprint(public_key)}")
 
     def _is_coordinator_gone(self, now: float) -> bool:
         """Whether the coordinator has ended, or has been stopped for a while."""

@@ -56,7 +56,7 @@ class Deployments:
 
     async def restore(self) -> None:
         """Create the saved deployments; a new home has none. Raises as `open_model` does if none of them can be created."""
-        saved = self._services.state.load()
+        saved = self._services.state.current
         errors = [await self._restore(name, each) for name, each in saved.deployments.items()]
         if not self.controllers and (error := next(filter(None, errors), None)) is not None:
             raise error
@@ -70,7 +70,7 @@ class Deployments:
         forgotten then.
         """
         state = self._services.state
-        known = state.load().deployments
+        known = state.current.deployments
         saved = {each: known[each] for each in known if not name or each == name}
         same = next((each for each in saved if saved[each].goal.serves_the_same(goal)), None)
         last = saved[same].plan if same is not None and plan is None else None
@@ -137,7 +137,7 @@ class Deployments:
         """End a deployment, once its running requests have finished, and forget it. Returns its name. Raises UnknownModel."""
         state = self._services.state
         # A model that could not be read at the start is saved, but not served.
-        if name not in self.controllers and name in state.load().deployments:
+        if name not in self.controllers and name in state.current.deployments:
             state.remove(name)
             return name
         controller = self.named(name)

@@ -79,8 +79,8 @@ class Service:
             settings.interfaces,
             settings.devices,
             on_change=self._device_changed,
-            holder=self._state.load().holder,
-            device_keys=lambda: trust.devices.current().keys,
+            holder=self._state.current.holder,
+            device_keys=lambda: trust.devices.current.keys,
         )
         profiler = Profiler(self._fleet, settings.state_dir / "profiles", report, provisional=True)
         self._events = EventStream(EventFile(settings.state_dir / EVENTS_FILE))
@@ -223,7 +223,7 @@ class Service:
         handler = controller.kind.handlers.get(type(message))
         if handler is None:
             raise BadRequest(reason=controller.kind.usage)
-        app = self._trust.apps.current().keys.get(caller.public_key, "")
+        app = self._trust.apps.current.keys.get(caller.public_key, "")
         recorder = RequestRecorder(message, app, controller, self._events.record)
         return await recorder.watch(handler(message, payload))
 
@@ -279,7 +279,7 @@ class Service:
 
     async def _revoke(self, app: str) -> None:
         """Revoke an app, and end its requests, also its streams."""
-        keys = [key for key, name in self._trust.apps.current().keys.items() if name == app]
+        keys = [key for key, name in self._trust.apps.current.keys.items() if name == app]
         self._trust.apps.revoke(app)
         self._port.change_access()
         for key in keys:
@@ -334,7 +334,7 @@ class Service:
         return wire.ModelList(models=tuple(map(self._model_of, self.deployments.controllers.values())))
 
     async def _list_apps(self, message: wire.ListApps) -> wire.Message:
-        apps = self._trust.apps.current()
+        apps = self._trust.apps.current
         return wire.AppList(names=tuple(sorted(apps.keys.values())), revoked=tuple(sorted(set(apps.revoked.values()))))
 
     async def _status(self, message: wire.GetStatus) -> wire.Message:

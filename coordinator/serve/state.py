@@ -177,24 +177,20 @@ class StateFile:
         state = self.file.read() or SavedState()
         if not state.holder or state.boot_id != boot_id:
             state = state.model_copy(update={"holder": secrets.token_hex(8), "boot_id": boot_id})
-        self._state = state
-
-    def load(self) -> SavedState:
-        """The newest state."""
-        return self._state
+        self.current = state  # the newest
 
     def save(self, name: str, deployment: SavedDeployment, last_epoch: int) -> None:
         """Save one deployment and leave the others unchanged. The saved epoch never decreases. Never fails (`DurableFile`)."""
-        state = self.load()
+        state = self.current
         self._replace(deployments={**state.deployments, name: deployment}, last_epoch=max(state.last_epoch, last_epoch))
 
     def remove(self, name: str) -> None:
         """Forget one deployment. Never fails."""
-        self._replace(deployments={each: saved for each, saved in self.load().deployments.items() if each != name})
+        self._replace(deployments={each: saved for each, saved in self.current.deployments.items() if each != name})
 
     def put_first(self, name: str) -> None:
         """Make a deployment the first one, which is the default of its kind. Never fails."""
-        deployments = self.load().deployments
+        deployments = self.current.deployments
         self._replace(deployments={name: deployments[name], **deployments})
 
     def save_configuration(self, configuration: Configuration | None) -> None:
@@ -203,7 +199,7 @@ class StateFile:
 
     def replicate(self, leader: SavedState) -> None:
         """Save the state of the leader under this coordinator's own holder. Never fails."""
-        state = self.load()
+        state = self.current
         self._replace(
             deployments=leader.deployments,
             last_epoch=max(state.last_epoch, leader.last_epoch),
@@ -211,8 +207,8 @@ class StateFile:
         )
 
     def _replace(self, **changes: Any) -> None:
-        self._state = self._state.model_copy(update=changes)
-        self.file.write(self._state.model_dump_json(indent=1))
+        self.current = self.current.model_copy(update=changes)
+        self.file.write(self.current.model_dump_json(indent=1))
 
 
 def _read_boot_id() -> str:

@@ -108,9 +108,9 @@ class Codec:
         if wire.lz4 != "off":
             import lz4.block  # noqa: F401  # imported here, so that the first sample does not time the import
         self._wire = wire
-        self._values = VALUE_FORMATS[wire.values]
+        self.values = VALUE_FORMATS[wire.values]  # the current format
         self._lz4 = wire.lz4
-        self._link_bytes_per_second = link_bytes_per_second
+        self.link_bytes_per_second = link_bytes_per_second  # as measured
         self._clock = clock
         self._casts = casts
         # By format and kind of tensor: tiles seen, and whether lz4 pays.
@@ -125,28 +125,18 @@ class Codec:
         )
 
     @property
-    def link_bytes_per_second(self) -> float:
-        """The measured rate of the link."""
-        return self._link_bytes_per_second
-
-    @property
-    def values(self) -> ValueFormat:
-        """The current value format."""
-        return self._values
-
-    @property
     def is_lossy(self) -> bool:
         """Whether the current value format loses precision."""
-        return self._values is not EXACT
+        return self.values is not EXACT
 
     def set_values(self, values: ValueFormatName | None) -> None:
         """Set the value format of the following tiles; None: the plan's."""
-        self._values = VALUE_FORMATS[values or self._wire.values]
+        self.values = VALUE_FORMATS[values or self._wire.values]
 
     def skips_lz4(self, num_bytes: int) -> bool:
         """Whether lz4 cannot pay for a tile of this size, so that it need not be tried."""
         return self._lz4 == "off" or (
-            self._lz4 == "auto" and num_bytes < _RAW_TRANSFER_SECONDS * self._link_bytes_per_second
+            self._lz4 == "auto" and num_bytes < _RAW_TRANSFER_SECONDS * self.link_bytes_per_second
         )
 
     def count(self, raw_bytes: int, sent_bytes: int) -> None:
@@ -164,7 +154,7 @@ class Codec:
         goes to several links.
         """
         array = np.asarray(array, order="C")  # ascontiguousarray would add an axis to a scalar
-        wanted = EXACT if verbatim else self._values
+        wanted = EXACT if verbatim else self.values
         found = converted.get(wanted) if converted is not None else None
         values, planes = found if found is not None else _to_wire(array, wanted, self._casts)
         if converted is not None:
@@ -186,7 +176,7 @@ class Codec:
         start = self._clock()
         smaller: list[Buffer] = [_compress(plane) for plane in planes]
         seconds, compressed_bytes = self._clock() - start, sum(map(len, smaller))
-        if self._lz4 == "auto" and not lz4_pays(num_bytes, compressed_bytes, seconds, 0.0, self._link_bytes_per_second):
+        if self._lz4 == "auto" and not lz4_pays(num_bytes, compressed_bytes, seconds, 0.0, self.link_bytes_per_second):
             self._decisions[kind] = (self._decisions[kind][0], False)
         return smaller if compressed_bytes < num_bytes else None
 
@@ -206,7 +196,7 @@ class Codec:
         between = self._clock()
         _decompress(compressed, sample.dtype, sample.size)
         end = self._clock()
-        return lz4_pays(sample.nbytes, len(compressed), between - start, end - between, self._link_bytes_per_second)
+        return lz4_pays(sample.nbytes, len(compressed), between - start, end - between, self.link_bytes_per_second)
 
 
 def decode_array(

@@ -127,9 +127,8 @@ def decode_tile(token: bytes, frames: Sequence[Buffer]) -> tuple[TileKey, Array]
 
 def decode_body(header: TileHeader, frames: Sequence[Buffer], casts: Casts = NUMPY_CASTS) -> Array:
     """Decode the values of a tile, given its header from `read_header`. Raises BadMessage."""
-    return codec.decode_array(
-        header.values, header.compressed, header.dtype, header.shape, split_frames(frames)[1:], casts
-    )
+    form = header.form
+    return codec.decode_array(form.values, form.compressed, form.dtype, form.shape, split_frames(frames)[1:], casts)
 
 
 def pack_array(array: Array) -> list[Buffer]:
@@ -164,14 +163,22 @@ def unpack_arrays(names: Sequence[str], frames: Sequence[Buffer]) -> dict[str, A
     return {name: unpack_array(frames[2 * index : 2 * index + 2]) for index, name in enumerate(names)}
 
 
-class TileHeader(NamedTuple):
-    """A tile's header, validated by `read_header`."""
+class HeaderForm(NamedTuple):
+    """What a tile's header says except its key: the same for many tiles."""
 
-    key: TileKey
+    phase: Phase
     dtype: np.dtype[Any]
     values: ValueFormat
     compressed: bool
     shape: tuple[int, ...]
+    num_buffers: int
+
+
+class TileHeader(NamedTuple):
+    """A tile's header, validated by `read_header`."""
+
+    key: TileKey
+    form: HeaderForm
 
 
 def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
@@ -192,22 +199,11 @@ def read_header(token: bytes, frames: Sequence[Buffer]) -> TileHeader:
         raise BadMessage(reason=f"{num_buffers} buffers for a tile of {form.num_buffers}")
     epoch, step, layer, tile, source, chunk = _KEY.unpack_from(head, _KIND_END)
     key = TileKey(epoch, step, layer, form.phase, tile, source, chunk)
-    return TileHeader(key, form.dtype, form.values, form.compressed, form.shape)
-
-
-class _Form(NamedTuple):
-    """What a tile's header says except its key: the same for many tiles."""
-
-    phase: Phase
-    dtype: np.dtype[Any]
-    values: ValueFormat
-    compressed: bool
-    shape: tuple[int, ...]
-    num_buffers: int
+    return TileHeader(key, form)
 
 
 @lru_cache(_MAX_CACHED_FORMS)
-def _read_form(packed_kind: bytes, packed_dims: bytes) -> _Form:
+def _read_form(packed_kind: bytes, packed_dims: bytes) -> HeaderForm:
     version, dtype_code, encoding, num_dims, phase_number = _KIND.unpack(packed_kind)
     if version != _HEADER_VERSION or dtype_code >= len(_DTYPES):
         raise BadMessage(reason=f"unknown tile header (version {version}, dtype {dtype_code})")
@@ -226,7 +222,7 @@ def _read_form(packed_kind: bytes, packed_dims: bytes) -> _Form:
     if values is not EXACT and (dtype != _DTYPES[0] or not shape):
         raise BadMessage(reason=f"a tile of {dtype} cannot be in {values.name}")
     num_buffers = len(codec.wire_layout(values, dtype, shape))
-    return _Form(phase, dtype, values, bool(encoding & _COMPRESSED), shape, num_buffers)
+    return HeaderForm(phase, dtype, values, bool(encoding & _COMPRESSED), shape, num_buffers)
 
 
 @lru_cache(_MAX_CACHED_FORMS)

@@ -25,17 +25,8 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from hearth import errors
+from hearth.platform import curve
 from hearth.platform.asyncio_tools import Signal, cancel_all, loop_time, supervised, with_timeout
-from hearth.platform.curve import (
-    KeyPair,
-    Refusals,
-    detect_silence,
-    fingerprint,
-    limit_connections,
-    secure_client,
-    secure_server,
-    user_id,
-)
 from hearth.platform.network import bracketed
 from hearth.platform.security import Access
 from hearth.protocol import PROTOCOL_VERSION
@@ -146,7 +137,7 @@ class RequestServer(ABC):
     """
 
     def __init__(self, handler: Handler, policy: Policy) -> None:
-        self.refusals = Refusals("messages", loop_time)
+        self.refusals = curve.Refusals("messages", loop_time)
         self._handler = handler
         self._policy = policy
         self._tasks: dict[asyncio.Task[None], Request] = {}
@@ -210,7 +201,7 @@ class RequestServer(ABC):
             else:
                 await self._send(request, response, is_last=True, timeout_seconds=_STALLED_SECONDS)
         except errors.BadMessage as error:
-            self.refusals.note(f"{error.code} for {fingerprint(caller.public_key)}")
+            self.refusals.note(f"{error.code} for {curve.fingerprint(caller.public_key)}")
             await self._send(request, wire.Failed.of(error), is_last=True)
         except errors.HearthError as error:
             await self._send(request, wire.Failed.of(error), is_last=True)
@@ -243,7 +234,7 @@ class RpcServer(RequestServer):
         context: zmq.asyncio.Context,
         bind_host: str,
         port: int,
-        keypair: KeyPair,
+        keypair: curve.KeyPair,
         domain: str,
         handler: Handler,
         port_setting: str = "--port",
@@ -255,8 +246,8 @@ class RpcServer(RequestServer):
         self._num_turns_seen = 0  # by `has_worked`
         self._intake = Intake(policy, self._requests)
         self._socket = loop_socket(context, zmq.ROUTER)
-        secure_server(self._socket, keypair, domain)
-        limit_connections(self._socket)
+        curve.secure_server(self._socket, keypair, domain)
+        curve.limit_connections(self._socket)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # raise an error for an answer to a caller that is gone
         try:
             self._socket.bind(f"tcp://{bracketed(bind_host)}:{port or '*'}")
@@ -297,7 +288,7 @@ class RpcServer(RequestServer):
 
     async def _receive(self, frames: list[zmq.Frame]) -> None:
         """Handle one message: start its request, cancel one, or refuse it."""
-        public_key = user_id(frames[-1])
+        public_key = curve.user_id(frames[-1])
         match self._intake.receive(frames, public_key, loop_time()):
             case Begin(identity, request_id, tag, num_bytes, delay_seconds):
                 caller = Caller(public_key, partial(self._is_connected, identity))
@@ -307,7 +298,7 @@ class RpcServer(RequestServer):
                 self._cancel(identity, request_id, is_final)
             case Refuse(reason, error, ends_connection):
                 if reason:
-                    self.refusals.note(f"{reason}, of {fingerprint(public_key)}")
+                    self.refusals.note(f"{reason}, of {curve.fingerprint(public_key)}")
                 if ends_connection:
                     end_connection_of(frames[-1])
                 elif error is not None:
@@ -402,9 +393,9 @@ class RpcClient:
             self._socket.reconnect_ivl = _CHILD_RECONNECT_MS
             self._handshake_ended.set()
         else:
-            secure_client(self._socket, access.own, access.server_public)
+            curve.secure_client(self._socket, access.own, access.server_public)
             if quick:
-                detect_silence(self._socket)
+                curve.detect_silence(self._socket)
             self._socket.setsockopt(zmq.IMMEDIATE, 1)
             self._socket.reconnect_ivl = _RECONNECT_MS
             self._socket.reconnect_ivl_max = _RECONNECT_MAX_MS

@@ -30,18 +30,8 @@ import onnx
 import psutil
 from google.protobuf.message import DecodeError
 
+from agent.worker.graph import sessions
 from agent.worker.graph.kernels import operators_of
-from agent.worker.graph.sessions import (
-    DTYPES,
-    Provider,
-    brief_message,
-    data_bytes,
-    make_session,
-    placeholders_of,
-    providers_for,
-    set_external_data,
-    without_compilers,
-)
 from agent.worker.onnx_runtime import load_cuda, ort
 from agent.worker.profiling import Meter, measure_wire_cost, serve_one
 from hearth.errors import BadPlan, StoreFull
@@ -102,8 +92,8 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
     path = _with_random_weights(model, folder)
     if gpu is not None:  # the memory of an integrated GPU held the pages of the file that was just written
         before = before._replace(gpu_free=gpu.free_bytes())
-    providers = providers_for(compute_device, folder)
-    plain = make_session(path, "the graph", num_threads, providers)
+    providers = sessions.providers_for(compute_device, folder)
+    plain = sessions.make_session(path, "the graph", num_threads, providers)
     give_back_freed_buffers()
     peak_bytes = _status()["VmHWM"]
     loaded = _Memory.now(gpu)
@@ -115,7 +105,7 @@ def profile_graph(folder: Path, device: str, num_threads: int, compute_device: C
     on_gpu = provider != "CPUExecutionProvider"
     profile_nodes = _in_process_without_queues if on_gpu else kernels_of_graph
     return GraphProfile(
-        kernels=profile_nodes(path, num_threads, without_compilers(providers), run_seconds),
+        kernels=profile_nodes(path, num_threads, sessions.without_compilers(providers), run_seconds),
         run_seconds=run_seconds,
         provider=provider,
         **_memory_of_graph(before, loaded, after_run, peak_bytes, gpu if on_gpu else None),
@@ -151,7 +141,7 @@ def _memory_of_graph(
 
 
 def _in_process_without_queues(
-    path: Path, num_threads: int, providers: Sequence[Provider], run_seconds: float
+    path: Path, num_threads: int, providers: Sequence[sessions.Provider], run_seconds: float
 ) -> tuple[Kernel, ...]:
     """`kernels_of_graph` in a process where each kernel ends before the next one starts: its time is not that of starting it.
 
@@ -173,7 +163,7 @@ def _without_queues(parent: int) -> None:
 
 
 def kernels_of_graph(
-    path: Path, num_threads: int, providers: Sequence[Provider], run_seconds: float
+    path: Path, num_threads: int, providers: Sequence[sessions.Provider], run_seconds: float
 ) -> tuple[Kernel, ...]:
     """The kernels of the graph in the file `path`, whose run takes `run_seconds`. Other files go next to it."""
     folder = path.parent
@@ -190,7 +180,7 @@ def kernels_of_graph(
         )
         options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "256")
 
-    profiled = make_session(path, "the graph", num_threads, providers, configure)
+    profiled = sessions.make_session(path, "the graph", num_threads, providers, configure)
     feeds = _feeds(profiled)
     began, (min_runs, max_runs) = time.perf_counter(), _PROFILED_RUNS
     for index in range(1 + max_runs):
@@ -262,12 +252,12 @@ def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
     pattern = rng.standard_normal(_PATTERN_VALUES, dtype=np.float32)
     offset = 0
     with (folder / "weights").open("wb") as file:
-        for tensor in placeholders_of(model):
+        for tensor in sessions.placeholders_of(model):
             dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type)
             num_bytes = 0
             for block in _random_blocks(tuple(tensor.dims), dtype, pattern):
                 num_bytes += file.write(block.tobytes())
-            set_external_data(tensor, "weights", offset, num_bytes)
+            sessions.set_external_data(tensor, "weights", offset, num_bytes)
             offset += num_bytes
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
@@ -276,7 +266,7 @@ def _with_random_weights(model: onnx.ModelProto, folder: Path) -> Path:
 
 def _check_disk_space(model: onnx.ModelProto, folder: Path, device: str) -> None:
     """Raise StoreFull if the weights do not fit on the disk."""
-    needed = sum(map(data_bytes, placeholders_of(model)))
+    needed = sum(map(sessions.data_bytes, sessions.placeholders_of(model)))
     free = max(shutil.disk_usage(folder).free - _RESERVE_BYTES, 0)
     if needed > free:
         raise StoreFull(device=device, needed_bytes=needed, free_bytes=free)
@@ -300,7 +290,7 @@ def _feeds(session: ort.InferenceSession) -> dict[str, Array]:
     """Random inputs; ones for integers, which are often indices. Raises BadPlan for an input of unknown size or type."""
     rng, feeds = np.random.default_rng(1), {}
     for value in session.get_inputs():
-        dtype = DTYPES.get(value.type)
+        dtype = sessions.DTYPES.get(value.type)
         if dtype is None or not all(isinstance(size, int) for size in value.shape):
             raise BadPlan(reason=f"the input {value.name} is {value.type} {value.shape}: its size or type is not known")
         if np.dtype(dtype).kind == "f":
@@ -314,7 +304,7 @@ def _run(session: ort.InferenceSession, feeds: dict[str, Array]) -> None:
     try:
         session.run(None, feeds)
     except Exception as error:  # onnxruntime's errors have no common base class
-        raise BadPlan(reason=f"onnxruntime cannot run the graph: {brief_message(error)}") from None
+        raise BadPlan(reason=f"onnxruntime cannot run the graph: {sessions.brief_message(error)}") from None
 
 
 # ---- measuring --------------------------------------------------------------------------------------------------------

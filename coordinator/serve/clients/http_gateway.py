@@ -58,7 +58,7 @@ async def _own_key(path: Path, trust: Trust) -> AppKey:
     """The gateway's app key: that of earlier runs, unless it was lost or revoked."""
     with suppress(HearthError):
         kept = await on_disk(path, FILE_SECONDS, load_credential, path)
-        if isinstance(kept, AppKey) and kept.name in trust.apps.current().keys.values():
+        if isinstance(kept, AppKey) and kept.name in trust.apps.current.keys.values():
             return kept
     pair = new_keypair()
     key = AppKey(name=f"http-{fingerprint(pair.public)}", secret=pair.secret, coordinator_public=trust.keypair.public)

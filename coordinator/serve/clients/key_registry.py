@@ -29,7 +29,7 @@ class RegisteredKeys(BaseModel):
 def device_keys(state_dir: Path) -> Callable[[], Collection[str]]:
     """Returns a function that returns the admitted device keys of a coordinator with this state directory."""
     devices = KeyRegistry(state_dir / "devices.json", "device")
-    return lambda: devices.current().keys
+    return lambda: devices.current.keys
 
 
 class KeyRegistry:
@@ -41,11 +41,11 @@ class KeyRegistry:
     def __init__(self, path: Path, holder: Literal["app", "device"] = "app") -> None:
         self._holder = holder
         self.file = DurableFile(path, RegisteredKeys.model_validate_json, self._take)
-        self._keys = self.file.read() or RegisteredKeys()
+        self.current = self.file.read() or RegisteredKeys()
 
     def add(self, name: str, public_key: str, role: str = _APP) -> None:
         """Admit a key; a repetition has no effect. Raises BadRequest for an invalid name or one in use, or a revoked key."""
-        known = self._keys
+        known = self.current
         if known.keys.get(public_key) == name and known.roles.get(public_key, _APP) == role:
             return
         if public_key in known.revoked:
@@ -60,7 +60,7 @@ class KeyRegistry:
 
     def revoke(self, name: str) -> None:
         """Revoke a key; a repetition has no effect. Raises BadRequest if no key has or had this name."""
-        known = self._keys
+        known = self.current
         revoked = {key: app for key, app in known.keys.items() if app == name}
         if not revoked and name in known.revoked.values():
             return
@@ -76,7 +76,7 @@ class KeyRegistry:
         A revocation is never taken back, so that it does not matter which of the two happened first. Of two keys with the
         same name, the one here stays.
         """
-        known = self._keys
+        known = self.current
         new_revoked = {key: name for key, name in theirs.revoked.items() if key not in known.revoked}
         all_revoked = {**known.revoked, **new_revoked}
         remaining = {key: name for key, name in known.keys.items() if key not in new_revoked}
@@ -98,12 +98,8 @@ class KeyRegistry:
         self._take(keys)
         self.file.write(keys.model_dump_json(indent=1))
 
-    def current(self) -> RegisteredKeys:
-        """The keys."""
-        return self._keys
-
     def _take(self, keys: RegisteredKeys) -> None:
-        self._keys = keys
+        self.current = keys
 
     def _write(self, keys: dict[str, str], revoked: dict[str, str], roles: dict[str, str]) -> None:
         """Keep and write these lists; of the roles, those of admitted keys."""

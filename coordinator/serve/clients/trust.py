@@ -61,7 +61,7 @@ class Trust:
     @property
     def access(self) -> Access:
         """The present rules: the same object until they change."""
-        known = self.apps.current()
+        known = self.apps.current
         if self._access is None or known is not self._known:
             settings = self._settings
             app_limits = Limits(

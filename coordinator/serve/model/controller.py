@@ -77,7 +77,7 @@ class Controller:
         self.kind = _kind_of(goal, model, services, self.requests)
         if saved.plan is not None and goal.keep_plan:
             self.kind.check(saved.plan)
-        self.lifecycle = cycle.Lifecycle(last_epoch=services.state.load().last_epoch)
+        self.lifecycle = cycle.Lifecycle(last_epoch=services.state.current.last_epoch)
         self.plan: Plan | None = None  # of the current deployment, or of the last one
         self.deployment: Deployment | None = None  # the current one; None once it is retired or its workers are stopped
         self._retired: list[Deployment] = []  # previous ones, oldest first, whose workers the next plan may keep

@@ -180,7 +180,7 @@ class Replication:
         try:
             while not self.hand_over.accepted.is_set():
                 num_changes = self.followers.num_changes
-                state = self.state.load(), *(each.current() for each in self.keys)
+                state = self.state.current, *(each.current for each in self.keys)
                 if state != sent or loop_time() >= scan_at:
                     files = await on_disk(state_dir, FILE_SECONDS, self._files)
                     changed = any(stamps.get(file.path) != file.stamp for file in files)
@@ -206,4 +206,4 @@ class Replication:
             self.followers.leave(follower)
 
     def _files(self) -> list[ReplicaFile]:
-        return replica_files(self.settings.state_dir, self.state.load(), self.keys, self.model_files())
+        return replica_files(self.settings.state_dir, self.state.current, self.keys, self.model_files())

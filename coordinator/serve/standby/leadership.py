@@ -37,7 +37,7 @@ class Leadership:
     """The quorum of one run of a coordinator. `on_lost(error)` is called when it may compute no more."""
 
     def __init__(self, fleet: Fleet, state: StateFile, on_lost: Callable[[HearthError], None]) -> None:
-        self.quorum = Quorum(secrets.token_hex(8), state.load().configuration)
+        self.quorum = Quorum(secrets.token_hex(8), state.current.configuration)
         self._has_standby = False
         self._stalls: registry.Silences = ()  # of this process, which renews no lease meanwhile
         self._is_needed = asyncio.Event()  # there is a standby, or the devices remember one

@@ -77,7 +77,7 @@ def replica_files(
 
     State and keys are those in memory: the disk may not have taken them.
     """
-    files = [_content(each.file.path.name, each.current().model_dump_json(indent=1).encode()) for each in keys]
+    files = [_content(each.file.path.name, each.current.model_dump_json(indent=1).encode()) for each in keys]
     patterns = ("profiles/*.json", f"{LEARNT}/*.json", f"{POLICIES_FOLDER}/*{_SAFETENSORS}")
     folders = [path for pattern in patterns for path in sorted(state_dir.glob(pattern))]
     for path in folders:

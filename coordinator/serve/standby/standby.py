@@ -85,10 +85,10 @@ class Standby:
             None,
             settings.interfaces,
             settings.devices,
-            holder=state.load().holder,
-            device_keys=lambda: trust.devices.current().keys,
+            holder=state.current.holder,
+            device_keys=lambda: trust.devices.current.keys,
         )
-        self._quorum = Quorum(secrets.token_hex(8), state.load().configuration)
+        self._quorum = Quorum(secrets.token_hex(8), state.current.configuration)
         self._leader_name = ""
         self._leader_endpoint = ""  # where it was heard last
         self._heard_at = 0.0  # loop time of the leader's last sign of life
@@ -283,7 +283,7 @@ class Standby:
         """Wait until this coordinator holds the leases of a majority."""
         while True:
             await asyncio.sleep(_ATTEMPT_PAUSE_SECONDS)
-            if not self._state.load().deployments or loop_time() - self._heard_at < _SILENCE_SECONDS:
+            if not self._state.current.deployments or loop_time() - self._heard_at < _SILENCE_SECONDS:
                 continue
             granted = await self._acquire_leases()
             if self._quorum.take_over(granted) is not None:
@@ -293,7 +293,7 @@ class Standby:
 
     async def _acquire_leases(self) -> list[str]:
         """Ask all devices for their leases; returns those that grant it, and hears which voters they know."""
-        saved = self._state.load().deployments
+        saved = self._state.current.deployments
         ended = self._leader_name if await self._leader_has_ended() else None
         request = wire.AcquireLease(
             holder=self._fleet.holder, holder_name=self._settings.name, seconds=STANDBY_LEASE_SECONDS, ended=ended,
@@ -342,7 +342,7 @@ class Standby:
 
 def _known_keys(registry: KeyRegistry) -> KnownKeys:
     """The keys of a registry; the latest ones, if there are too many."""
-    known = registry.current()
+    known = registry.current
     admitted, revoked = (tuple(keys.items())[-MAX_KEYS:] for keys in (known.keys, known.revoked))
     roles = tuple((key, known.roles[key]) for key, _ in admitted if key in known.roles)
     return KnownKeys(admitted=admitted, revoked=revoked, roles=roles)

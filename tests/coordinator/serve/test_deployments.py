@@ -109,7 +109,7 @@ async def test_start_with_a_model_keeps_those_that_were_added_and_forgets_the_on
     second = deployments_of(tmp_path, TransformerFleet("a"), lines)
     await second.create(goal_of(tmp_path, "new"), None)
     assert list(second.controllers) == ["new", "added"]
-    assert list(StateFile(tmp_path / "state").load().deployments) == ["new", "added"]
+    assert list(StateFile(tmp_path / "state").current.deployments) == ["new", "added"]
     assert "old is served no longer" in lines
     third = deployments_of(tmp_path, TransformerFleet("a"))
     await third.restore()
@@ -127,7 +127,7 @@ async def test_start_with_a_model_that_cannot_be_read_forgets_nothing(tmp_path: 
     (tmp_path / "bad" / "config.json").write_text("{}")
     with pytest.raises(HearthError):
         await deployments_of(tmp_path, TransformerFleet("a")).create(bad, None)
-    assert list(StateFile(tmp_path / "state").load().deployments) == ["old"]
+    assert list(StateFile(tmp_path / "state").current.deployments) == ["old"]
 
 
 async def test_hostile_model_is_refused_while_another_one_is_served(
@@ -190,7 +190,7 @@ async def test_saved_model_that_cannot_be_read_stays_saved_while_the_others_are_
     with pytest.raises(UnknownModel):
         await second.remove("gone")
     assert await second._services.state.file.saved()
-    assert list(StateFile(tmp_path / "state").load().deployments) == ["chat"]
+    assert list(StateFile(tmp_path / "state").current.deployments) == ["chat"]
     shutil.rmtree(tmp_path / "chat")
     with pytest.raises(BadCheckpoint):  # none is left that could be served
         await deployments_of(tmp_path, TransformerFleet("a")).restore()
@@ -202,10 +202,10 @@ async def test_pin_and_keep_alive_time_change_without_a_new_plan(tmp_path: Path)
     await first.create(goal_of(tmp_path), None)
     async with running(first):
         await until("serving", lambda: serves(first.controllers["model"]))
-    saved = StateFile(tmp_path / "state").load().deployments["model"].plan
+    saved = StateFile(tmp_path / "state").current.deployments["model"].plan
     second = deployments_of(tmp_path, TransformerFleet("a"))
     await second.create(goal_of(tmp_path, pinned=True), None)
-    found = StateFile(tmp_path / "state").load().deployments["model"]
+    found = StateFile(tmp_path / "state").current.deployments["model"]
     assert saved is not None
     assert (found.goal.pinned, found.plan) == (True, saved)
     third = deployments_of(tmp_path, TransformerFleet("a"))
@@ -232,7 +232,7 @@ async def test_idle_model_is_unloaded_and_stays_so_over_a_restart_until_a_reques
         assert controller.plan == plan.with_epoch(controller.plan.epoch)
         await until("unloaded again", lambda: controller.lifecycle.phase == "unloaded")
         saved = tmp_path / "state"
-        await until("saved as unloaded", lambda: StateFile(saved).load().deployments["model"].unloaded)
+        await until("saved as unloaded", lambda: StateFile(saved).current.deployments["model"].unloaded)
         assert controller.requests.num_failed == 0
     again = deployments_of(tmp_path, fleet)
     await again.restore()

@@ -101,7 +101,7 @@ async def test_standby_that_led_before_brings_its_changes_of_keys(tmp_path: Path
     assert ended == [lamp]
     assert all([await each.file.saved() for each in (service._trust.apps, service._trust.devices)])
     for name, admitted, revoked in (("apps", [radio], [lamp]), ("devices", [], [attic])):
-        known = KeyRegistry(tmp_path / f"{name}.json").current()
+        known = KeyRegistry(tmp_path / f"{name}.json").current
         assert (list(known.keys), list(known.revoked)) == (admitted, revoked)
 
 
@@ -141,7 +141,7 @@ async def test_change_of_keys_on_a_disk_that_hangs_is_in_force_at_once_and_answe
     request = wire.AddApp(request_id="5", timeout_seconds=1.0, name="lamp", public_key=lamp)
     changing = asyncio.create_task(service.handle(ADMIN, request, ()))
     try:
-        await until("the key in force", lambda: service._trust.apps.current().keys == {lamp: "lamp"})
+        await until("the key in force", lambda: service._trust.apps.current.keys == {lamp: "lamp"})
         assert not changing.done()  # for a moment, the disk may be busy only
         assert await service.handle(ADMIN, QUESTION, ()) == wire.Done()
         answer = await changing
@@ -151,7 +151,7 @@ async def test_change_of_keys_on_a_disk_that_hangs_is_in_force_at_once_and_answe
     finally:
         answers.set()
     await until("the key on the disk", lambda: service._trust.apps.file.is_saved)
-    assert KeyRegistry(tmp_path / "apps.json").current().keys == {lamp: "lamp"}
+    assert KeyRegistry(tmp_path / "apps.json").current.keys == {lamp: "lamp"}
 
 
 async def test_model_on_a_disk_that_hangs_is_an_error_and_does_not_stop_the_event_loop(

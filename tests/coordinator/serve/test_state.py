@@ -22,27 +22,27 @@ from hearth.platform.asyncio_tools import cancel_all
 
 def test_state_persists_and_damaged_files_are_replaced_by_their_second_copy(tmp_path: Path) -> None:
     file = StateFile(tmp_path)
-    assert file.load().deployments == {}
+    assert file.current.deployments == {}
     first = SavedDeployment(goal=TransformerGoal(model_dir="/m"), plan=make_plan(BERT_LARGE, "hmp", (1, 1)))
     second = SavedDeployment(goal=GraphGoal(model_file="/m.onnx", dims={"batch": 2}))
     file.save("default", first, 7)
     file.save("other", second, 6)
-    state = StateFile(tmp_path).load()
+    state = StateFile(tmp_path).current
     assert (state.deployments, state.last_epoch) == ({"default": first, "other": second}, 7)
     for damage in (b'{"goal": 3', b"", b"\xff\x00", b"[]"):
         (tmp_path / "serving.json").write_bytes(damage)
-        assert StateFile(tmp_path).load() == state
+        assert StateFile(tmp_path).current == state
         assert (tmp_path / "serving.unreadable").read_bytes() == damage
     for name in ("serving.json", "serving.json.bak"):
         (tmp_path / name).write_text("{")
-    assert StateFile(tmp_path).load().deployments == {}
+    assert StateFile(tmp_path).current.deployments == {}
 
 
 def test_holder_is_kept_over_a_restart_but_not_on_another_computer(tmp_path: Path) -> None:
     file = StateFile(tmp_path, boot_id="one")
     file.save("default", SavedDeployment(goal=TransformerGoal(model_dir="/m")), 1)
-    assert StateFile(tmp_path, boot_id="one").load().holder == file.load().holder
-    assert StateFile(tmp_path, boot_id="two").load().holder != file.load().holder
+    assert StateFile(tmp_path, boot_id="one").current.holder == file.current.holder
+    assert StateFile(tmp_path, boot_id="two").current.holder != file.current.holder
 
 
 def test_state_is_kept_in_memory_while_the_disk_cannot_be_written(
@@ -56,11 +56,11 @@ def test_state_is_kept_in_memory_while_the_disk_cannot_be_written(
         patched.setattr("coordinator.serve.state.write_atomically", disk_full)
         for epoch in (1, 2):
             file.save("default", SavedDeployment(goal=TransformerGoal(model_dir="/m")), epoch)
-    assert file.load().last_epoch == 2
+    assert file.current.last_epoch == 2
     assert sum("cannot be written" in line for line in caplog.messages) == 1
-    assert StateFile(tmp_path).load().last_epoch == 0
+    assert StateFile(tmp_path).current.last_epoch == 0
     file.file.retry()
-    assert StateFile(tmp_path).load() == file.load()
+    assert StateFile(tmp_path).current == file.current
 
 
 @pytest.mark.parametrize("is_stopped", [False, True])
@@ -85,8 +85,8 @@ async def test_what_a_full_disk_did_not_take_is_written_later_or_when_the_coordi
     else:
         await until("the files", devices.file.path.exists, seconds=20)
     await cancel_all([saving])
-    assert StateFile(tmp_path).load().holder == state.load().holder
-    assert list(KeyRegistry(tmp_path / "devices.json", "device").current().keys.values()) == ["attic"]
+    assert StateFile(tmp_path).current.holder == state.current.holder
+    assert list(KeyRegistry(tmp_path / "devices.json", "device").current.keys.values()) == ["attic"]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=["full", "read-only"])

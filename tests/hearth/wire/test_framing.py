@@ -82,7 +82,7 @@ def test_headers_that_differ_in_key_or_token_alone_are_told_apart(
         frames = encode_tile(TOKEN, each, array, codec)
         header = read_header(TOKEN, frames)
         assert header.key == each
-        assert header.shape == array.shape
+        assert header.form.shape == array.shape
         if token != TOKEN:
             with pytest.raises(BadMessage, match="another plan's token"):
                 read_header(token, frames)

@@ -85,7 +85,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._codec_locks = {peer: threading.Lock() for peer in codecs}
         self._previous = (self.rank - 1) % self.num_ranks
         self._next = (self.rank + 1) % self.num_ranks
-        self._step = self._oldest_step = 0
+        self.step = self._oldest_step = 0  # the number of the step that began last; the oldest in flight
         self._step_began = 0.0  # monotonic clock
         self._progressed_at = 0.0  # when this rank last sent a tile, or ended a wait for one; monotonic clock
         self._awaits_order = False
@@ -125,11 +125,6 @@ class Communicator(DataPlane[Callable[[], None]]):
 
     # ---- the step, from the compute thread ------------------------------------------------------------------------
 
-    @property
-    def step(self) -> int:
-        """The number of the step that began last."""
-        return self._step
-
     def allow_steps_ahead(self, num_steps: int) -> None:
         """Keep the tiles of up to `num_steps` future steps: as many as peers can be ahead."""
         self._steps_ahead = max(num_steps, STEPS_AHEAD)
@@ -165,7 +160,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         self._step_began = time.monotonic()
         self.waited_seconds = 0.0
         with self._changed:
-            self._step = step
+            self.step = step
             self._oldest_step = oldest = step if oldest_step is None else oldest_step
             self._timeout_seconds = timeout_seconds
             self._recorder = recorder
@@ -198,7 +193,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         began = max(self._step_began, since)
         waits = self._inline_wait is not None or bool(self._waits)
         return WorkerProgress(
-            step=self._step,
+            step=self.step,
             step_seconds=now - began,
             busy_seconds=0.0 if waits else max(now - max(began, self._progressed_at), 0.0),
             limit_seconds=hung_step_seconds(self._timeout_seconds, self.num_ranks),
@@ -226,7 +221,7 @@ class Communicator(DataPlane[Callable[[], None]]):
 
     def key(self, layer: int, phase: Phase, tile: int, source: int, chunk: int = 0, step: int | None = None) -> TileKey:
         """The key of a tile of the running step, or of another step in flight."""
-        return TileKey(self._epoch, self._step if step is None else step, layer, phase, tile, source, chunk)
+        return TileKey(self._epoch, self.step if step is None else step, layer, phase, tile, source, chunk)
 
     def send(self, target: int, key: TileKey, tile: Array, converted: Conversions | None = None) -> None:
         """Encode a tile for the link to `target` and queue it. The array must not change afterwards. See `encode_tile`."""
@@ -473,7 +468,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         if key.phase is Phase.CACHE_COPY:
             self._accept_copy(header, received)
             return
-        if key.epoch != self._epoch or not self._oldest_step <= key.step <= self._step + self._steps_ahead:
+        if key.epoch != self._epoch or not self._oldest_step <= key.step <= self.step + self._steps_ahead:
             self._drop(f"a tile of epoch {key.epoch}, step {key.step}")
             return
         if received.source != self._sender(key) or key.source >= self.num_ranks or key.tile >= self.num_ranks:
@@ -507,18 +502,18 @@ class Communicator(DataPlane[Callable[[], None]]):
         following = forward_target(self.num_ranks, self.rank, key.tile)
         if following is None:
             return
-        if header.values is EXACT and self._codecs[following].is_lossy:  # the next link is lossy
+        if header.form.values is EXACT and self._codecs[following].is_lossy:  # the next link is lossy
             self.send(following, key, decode_body(header, received.frames, _CASTS))
             return
         self._record("send", key, following, received.frames)
         self._transport.send(following, received.frames)
 
     def _record(self, lane: Literal["send", "receive"], key: TileKey, peer: int, frames: Sequence[Buffer]) -> None:
-        if not self._recorder.enabled and key.step <= self._step:
+        if not self._recorder.enabled and key.step <= self.step:
             return
         event = TransferEvent.now(lane, key, peer, frames)
         with self._changed:
-            if key.step <= self._step:
+            if key.step <= self.step:
                 self._recorder.transfer(event)
             else:
                 self._early_events.append(event)

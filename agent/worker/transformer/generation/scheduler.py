@@ -69,7 +69,7 @@ class Scheduler:
         self._num_caches = 0
         self._pool = BlockPool(limits.num_kv_blocks)
         self._waiting: deque[SequenceState] = deque()
-        self._running: dict[int, SequenceState] = {}
+        self.running: dict[int, SequenceState] = {}
         self._by_cache: dict[int, SequenceState] = {}  # running and paused ones
         self._freed: list[int] = []
         self._published: list[wire.PublishedBlock] = []  # since the last order
@@ -88,11 +88,7 @@ class Scheduler:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to compute and nothing to free."""
-        return not (self._waiting or self._running or self._freed or self._dropped or self._kept_prefixes)
-
-    @property
-    def running(self) -> dict[int, SequenceState]:
-        return self._running
+        return not (self._waiting or self.running or self._freed or self._dropped or self._kept_prefixes)
 
     @property
     def num_free_blocks(self) -> int:
@@ -140,17 +136,17 @@ class Scheduler:
 
         It may have been cancelled or have ended, because its coordinator was gone, or still run for that one.
         """
-        known = [*self._running.values(), *self._paused.values(), *self._waiting]
+        known = [*self.running.values(), *self._paused.values(), *self._waiting]
         found = next((sequence for sequence in known if sequence.is_continued_by(request, prompt)), None)
         if found is not None and found.number in self._paused:
-            if len(self._running) >= self._limits.max_sequences:
+            if len(self.running) >= self._limits.max_sequences:
                 return None
-            self._running[found.number] = self._paused.pop(found.number)
+            self.running[found.number] = self._paused.pop(found.number)
         return found
 
     def remove(self, number: int) -> None:
         """Remove a sequence that has not been paused. The next step frees its memory; unknown numbers are ignored."""
-        if (sequence := self._running.pop(number, None)) is not None:
+        if (sequence := self.running.pop(number, None)) is not None:
             self._free(sequence)
         self._waiting = deque(sequence for sequence in self._waiting if sequence.number != number)
 
@@ -159,9 +155,9 @@ class Scheduler:
 
         Its KV cache is then kept until its room is needed, or until `expire`.
         """
-        sequence = self._running.get(number)
+        sequence = self.running.get(number)
         if sequence is not None and sequence.request.stream:
-            self._paused[number] = self._running.pop(number)
+            self._paused[number] = self.running.pop(number)
             return True
         self.remove(number)
         return False
@@ -210,7 +206,7 @@ class Scheduler:
 
     def _heavy_callers(self) -> frozenset[str]:
         """The callers with more than twice as many sequences as another one."""
-        present = Counter(each.request.caller for each in (*self._running.values(), *self._waiting))
+        present = Counter(each.request.caller for each in (*self.running.values(), *self._waiting))
         expected = self._seconds - _EXPECTED_SECONDS
         self._seen = {caller: (at, count) for caller, (at, count) in self._seen.items() if at >= expected}
         self._seen |= {caller: (self._seconds, count) for caller, count in present.items()}
@@ -221,7 +217,7 @@ class Scheduler:
 
     def _next_rows(self, left_out: Container[str]) -> tuple[wire.SequenceRows, ...]:
         """The next rows to prefill or to decode, but none of the callers `left_out`."""
-        running = [each for each in self._running.values() if each.request.caller not in left_out]
+        running = [each for each in self.running.values() if each.request.caller not in left_out]
         decoding = [each for each in running if each.pending and each.prefilled]
         rows = self._prefill_rows(left_out) if not (decoding and self._prefilled_last) else ()
         self._prefilled_last = bool(rows)
@@ -286,21 +282,21 @@ class Scheduler:
     def _victim(self) -> SequenceState | None:
         """The running sequence to preempt: the newest of the caller with the most, except those that are in this order."""
         num_running = self._num_running_of_callers()
-        others = (each for each in self._running.values() if each.last_order < self._num_orders)
+        others = (each for each in self.running.values() if each.last_order < self._num_orders)
         return max(others, key=lambda each: (num_running[each.request.caller], each.cache), default=None)
 
     def _num_running_of_callers(self) -> Counter[str]:
-        return Counter(each.request.caller for each in self._running.values())
+        return Counter(each.request.caller for each in self.running.values())
 
     def _start(self, sequence: SequenceState) -> tuple[SequenceState, wire.NewSequence] | None:
         """Start a waiting sequence if there is room for it."""
-        if len(self._running) >= self._limits.max_sequences:
+        if len(self.running) >= self._limits.max_sequences:
             return None
         kept = self._kept.get(sequence.request.stream)
         blocks = self._cached_prefix(sequence) if kept is None else []
         count = num_blocks_for(len(sequence.pending)) - len(blocks)
-        if not self._make_room(count + len(self._running), kept):
-            if kept is None or not self._make_room(count + len(self._running)):
+        if not self._make_room(count + len(self.running), kept):
+            if kept is None or not self._make_room(count + len(self.running)):
                 self._pool.release(blocks)
                 return None
             kept = None
@@ -308,7 +304,7 @@ class Scheduler:
         sequence.blocks = blocks + self._pool.allocate(count, blocks[-1] if blocks else None)
         self._num_caches += 1
         sequence.cache = self._num_caches
-        self._by_cache[sequence.cache] = self._running[sequence.number] = sequence
+        self._by_cache[sequence.cache] = self.running[sequence.number] = sequence
         self._waiting.remove(sequence)
         moved = self._take_kept(sequence, kept) if kept is not None else None
         cached, sequence.pending = sequence.pending[:num_cached], sequence.pending[num_cached:]
@@ -373,7 +369,7 @@ class Scheduler:
 
     def _preempt(self, sequence: SequenceState) -> None:
         """Free a sequence's KV cache, and let it wait, before all others, to be computed again."""
-        self._free(self._running.pop(sequence.number))
+        self._free(self.running.pop(sequence.number))
         sequence.pending = [*sequence.prompt, *sequence.generated]
         self._waiting.appendleft(sequence)
 
@@ -410,7 +406,7 @@ class Scheduler:
 
     def _decode_rows(self, sequences: list[SequenceState]) -> tuple[wire.SequenceRows, ...]:
         """The next rows of the group that decodes next: the sequences that have waited longest."""
-        num_decoding = sum(sequence.prefilled for sequence in self._running.values())
+        num_decoding = sum(sequence.prefilled for sequence in self.running.values())
         group = sorted(sequences, key=lambda each: each.last_order)[: -(-num_decoding // self._num_groups)]
         if len(group) > 1:  # the last to be preempted first: one whose rows are in the order stays
             num_running = self._num_running_of_callers()
@@ -428,7 +424,7 @@ class Scheduler:
         """
         if not any(sequence.drafter for sequence in group):
             return [[] for _ in group]
-        num_free = self._pool.num_free - self._num_kept_blocks - len(self._running)
+        num_free = self._pool.num_free - self._num_kept_blocks - len(self.running)
         num_blocks = max(num_free, 0) // len(group)  # further ones of each sequence
         most = [
             min(
@@ -447,7 +443,7 @@ class Scheduler:
         chunks: list[wire.SequenceRows] = []
         is_full = False  # whether the next waiting sequence has no room
         while True:
-            others = (each for each in self._running.values() if each.last_order < self._num_orders)
+            others = (each for each in self.running.values() if each.last_order < self._num_orders)
             candidates = [each for each in others if each.pending and not each.prefilled]
             if not is_full and (waiting := self._next_waiting()) is not None:
                 candidates.append(waiting)

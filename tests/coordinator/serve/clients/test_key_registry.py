@@ -17,16 +17,16 @@ from hearth.platform.asyncio_tools import cancel_all
 def test_apps_are_admitted_revoked_and_persisted(tmp_path: Path) -> None:
     apps = KeyRegistry(tmp_path / "apps.json")
     apps.add("lamp", "k1")
-    assert "k1" in KeyRegistry(tmp_path / "apps.json").current().keys
+    assert "k1" in KeyRegistry(tmp_path / "apps.json").current.keys
     for bad in ("lamp", "Lamp", "x\n", "", "a b", "x" * 33):
         with pytest.raises(BadRequest):
             apps.add(bad, "k2")
     apps.revoke("lamp")
-    assert apps.current() == RegisteredKeys(revoked={"k1": "lamp"})
+    assert apps.current == RegisteredKeys(revoked={"k1": "lamp"})
     with pytest.raises(BadRequest, match="no key of the app 'lam'"):
         apps.revoke("lam")
     apps.add("lamp", "k3")
-    assert apps.current() == RegisteredKeys(keys={"k3": "lamp"}, revoked={"k1": "lamp"})
+    assert apps.current == RegisteredKeys(keys={"k3": "lamp"}, revoked={"k1": "lamp"})
 
 
 def test_change_that_a_client_repeats_at_another_coordinator_has_no_further_effect(tmp_path: Path) -> None:
@@ -36,7 +36,7 @@ def test_change_that_a_client_repeats_at_another_coordinator_has_no_further_effe
             apps = KeyRegistry(tmp_path / "apps.json")
             getattr(apps, change[0])(*change[1:])
         assert (
-            apps.current()
+            apps.current
             == [
                 RegisteredKeys(keys={"k1": "lamp"}),
                 RegisteredKeys(revoked={"k1": "lamp"}),
@@ -58,16 +58,16 @@ def test_roles_are_kept_and_merged_with_their_keys(tmp_path: Path) -> None:
     apps = KeyRegistry(tmp_path / "apps.json")
     apps.add("lamp", "k1")
     apps.add("prometheus", "k2", "metrics")
-    assert KeyRegistry(tmp_path / "apps.json").current().roles == {"k2": "metrics"}
+    assert KeyRegistry(tmp_path / "apps.json").current.roles == {"k2": "metrics"}
     with pytest.raises(BadRequest, match="already"):  # a role does not change
         apps.add("lamp", "k1", "observer")
     theirs = RegisteredKeys(
         keys={"k3": "screen", "k4": "lamp"}, revoked={"k2": "prometheus"}, roles={"k3": "observer", "k4": "observer"}
     )
     apps.merge(theirs)
-    assert apps.current().roles == {"k3": "observer"}
+    assert apps.current.roles == {"k3": "observer"}
     apps.revoke("screen")
-    assert apps.current().roles == {}
+    assert apps.current.roles == {}
 
 
 def test_keys_of_another_coordinator_are_merged(tmp_path: Path) -> None:
@@ -79,7 +79,7 @@ def test_keys_of_another_coordinator_are_merged(tmp_path: Path) -> None:
     changed = apps.merge(RegisteredKeys(keys=theirs, revoked={"k1": "lamp", "k3": "radio"}))
     assert changed == RegisteredKeys(keys={"k5": "heater"}, revoked={"k1": "lamp", "k3": "radio"})
     expected = RegisteredKeys(keys={"k4": "clock", "k5": "heater"}, revoked={"k2": "door", "k1": "lamp", "k3": "radio"})
-    assert KeyRegistry(tmp_path / "apps.json").current() == expected
+    assert KeyRegistry(tmp_path / "apps.json").current == expected
     assert apps.merge(RegisteredKeys(keys=theirs, revoked={"k1": "lamp"})) == RegisteredKeys()
 
 
@@ -88,15 +88,15 @@ async def test_changes_by_another_program_take_effect(tmp_path: Path, monkeypatc
     first, second = (KeyRegistry(tmp_path / "apps.json") for _ in range(2))
     following = asyncio.create_task(module.keep_retrying([second.file]))
     first.add("lamp", "k1")
-    await until("the key", lambda: "k1" in second.current().keys)
+    await until("the key", lambda: "k1" in second.current.keys)
     first.revoke("lamp")
-    await until("the revocation", lambda: "k1" not in second.current().keys)
+    await until("the revocation", lambda: "k1" not in second.current.keys)
     second.add("door", "k2")
-    assert second.current().keys == {"k2": "door"}  # at once, and it stays although the disk has it later
+    assert second.current.keys == {"k2": "door"}  # at once, and it stays although the disk has it later
     assert await second.file.saved()
     await second.file.look()
-    assert second.current() == KeyRegistry(tmp_path / "apps.json").current()
-    assert second.current() == RegisteredKeys(keys={"k2": "door"}, revoked={"k1": "lamp"})
+    assert second.current == KeyRegistry(tmp_path / "apps.json").current
+    assert second.current == RegisteredKeys(keys={"k2": "door"}, revoked={"k1": "lamp"})
     await cancel_all([following])
 
 
@@ -108,7 +108,7 @@ async def test_what_another_program_has_written_is_not_written_again(tmp_path: P
     written = path.stat().st_ino
     await second.file.look()
     assert await second.file.saved()
-    assert second.current().keys == {"k1": "lamp"}
+    assert second.current.keys == {"k1": "lamp"}
     assert path.stat().st_ino == written
 
 
@@ -118,11 +118,11 @@ async def test_damaged_list_is_replaced_by_its_second_copy(tmp_path: Path) -> No
     assert await apps.file.saved()
     (tmp_path / "apps.json").write_text("{")
     await apps.file.look()
-    assert apps.current() == KeyRegistry(tmp_path / "apps.json").current() == RegisteredKeys(keys={"k1": "lamp"})
+    assert apps.current == KeyRegistry(tmp_path / "apps.json").current == RegisteredKeys(keys={"k1": "lamp"})
     for name in ("apps.json", "apps.json.bak"):
         (tmp_path / name).write_text("{")
     await apps.file.look()
-    assert apps.current() == RegisteredKeys(keys={"k1": "lamp"})  # the last list stays in force
+    assert apps.current == RegisteredKeys(keys={"k1": "lamp"})  # the last list stays in force
 
 
 def test_revocation_holds_while_the_disk_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,10 +131,10 @@ def test_revocation_holds_while_the_disk_cannot_be_written(tmp_path: Path, monke
     with monkeypatch.context() as patched:
         patched.setattr("coordinator.serve.state.write_atomically", _disk_full)
         apps.revoke("lamp")
-        assert apps.current() == RegisteredKeys(revoked={"k1": "lamp"})
-    assert "k1" in KeyRegistry(tmp_path / "apps.json").current().keys
+        assert apps.current == RegisteredKeys(revoked={"k1": "lamp"})
+    assert "k1" in KeyRegistry(tmp_path / "apps.json").current.keys
     apps.file.retry()
-    assert KeyRegistry(tmp_path / "apps.json").current() == RegisteredKeys(revoked={"k1": "lamp"})
+    assert KeyRegistry(tmp_path / "apps.json").current == RegisteredKeys(revoked={"k1": "lamp"})
 
 
 def _disk_full(*_: object, **__: object) -> None:

@@ -29,6 +29,7 @@ from support.waiting import WAIT_LIMIT_SECONDS, let_tasks_run, until, wait_for
 from typer.testing import CliRunner
 
 from coordinator.cli.app import app
+from coordinator.cli.commands import generate as generate_command
 from coordinator.deploy.transformer import TransformerDeployment
 from coordinator.serve.kinds import generation
 from coordinator.serve.kinds.generation import GenerationRunner, TextModel, max_context_tokens, probe

@@ -231,7 +231,7 @@ async def test_timed_out_request_keeps_its_slot_until_devices_finish(tmp_path: P
 async def test_saved_plan_is_reused_for_the_same_graph_only(tmp_path: Path, graph: GraphFile) -> None:
     async with serving_graph(tmp_path, graph) as home:
         plan = home.plan
-    saved = StateFile(tmp_path / "state").load().deployments["default"]
+    saved = StateFile(tmp_path / "state").current.deployments["default"]
     assert isinstance(saved.goal, GraphGoal)
     assert saved.plan == plan
     async with serving_graph(tmp_path, graph, plan=plan) as home:

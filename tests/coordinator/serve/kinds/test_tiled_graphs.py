@@ -60,7 +60,7 @@ async def test_tiles_survive_a_restart_and_a_loss(tmp_path: Path, graph: GraphFi
         plan = home.plan
         assert plan.model.tiles
         assert home.names() == "abc"
-    saved = StateFile(tmp_path / "state").load().deployments["default"]
+    saved = StateFile(tmp_path / "state").current.deployments["default"]
     assert isinstance(saved.goal, GraphGoal)
     assert (saved.goal.tiles, saved.plan) == ("auto", plan)
     async with serving_tiles(tmp_path, graph, plan=saved.plan) as home:

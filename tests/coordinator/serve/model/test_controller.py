@@ -421,7 +421,7 @@ async def test_returning_device_joins_without_failing_requests(kind: str, new_ca
         assert home.count_lines("b can join: changing the plan") == 1
         assert not home.count_lines("trying again")
         assert home.phases()[-6:] == ["serving", "draining", "pushing", "loading", "warming", "serving"]
-        assert StateFile(case.folder / "state").load().deployments["default"].plan == home.plan
+        assert StateFile(case.folder / "state").current.deployments["default"].plan == home.plan
         kinds = [type(message) for _, message in case.fleet.asked]
         assert kinds.index(wire.Unload) < len(kinds) - 1 - kinds[::-1].index(wire.Run)
 

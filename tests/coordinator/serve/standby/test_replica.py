@@ -34,7 +34,7 @@ def copied(
     replica = Replica(standby)
     for part, data in parts:
         replica.receive(part, data)
-    assert replica.keys == {"apps.json": keys[0].current()}
+    assert replica.keys == {"apps.json": keys[0].current}
     assert replica.state is not None
     return replica.state
 
@@ -156,9 +156,9 @@ def test_standby_knows_which_models_are_pinned_unloaded_or_stay_loaded_for_how_l
 
 def test_replicated_state_keeps_the_own_holder(tmp_path: Path) -> None:
     own = StateFile(tmp_path)
-    holder = own.load().holder
+    holder = own.current.holder
     own.replicate(SavedState(last_epoch=9, holder="another", boot_id="another"))
-    assert (StateFile(tmp_path).load().holder, StateFile(tmp_path).load().last_epoch) == (holder, 9)
+    assert (StateFile(tmp_path).current.holder, StateFile(tmp_path).current.last_epoch) == (holder, 9)
 
 
 @pytest.mark.parametrize(
