@@ -67,9 +67,8 @@ class PortProcess:
         self._gatekeeper.admit(_ZAP_DOMAIN, self._requests.admits)
         self._gatekeeper.start()
         self._coordinator = direct_socket(self._context, zmq.DEALER)
-        self._coordinator.sndhwm = self._coordinator.rcvhwm = (
-            0  # what is under way is bounded by the limits of the requests
-        )
+        # What is under way is bounded by the limits of the requests.
+        self._coordinator.sndhwm = self._coordinator.rcvhwm = 0
         self._coordinator.linger = 0
         self._coordinator.connect(start.endpoint)
         self._clients = direct_socket(self._context, zmq.ROUTER)
@@ -97,7 +96,7 @@ class PortProcess:
                 if self._is_coordinator_gone(now):
                     return
                 state = PortState(self._refusals.count, self._gatekeeper.refusals.count)
-                self._coordinator.send_frames([protocol.STATE, state.encode()])
+                self._coordinator.send_frames([protocol.STATE, protocol.encode(state)])
                 next_state = now + protocol.STATE_SECONDS
             ready = dict(poller.poll(self._milliseconds_until(next_state)))
             now = time.monotonic()

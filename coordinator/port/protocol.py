@@ -40,13 +40,9 @@ class PortState(NamedTuple):
     refused_requests: int
     refused_connections: int
 
-    def encode(self) -> bytes:
-        """The message's second frame."""
-        return json.dumps(self).encode()
-
     @classmethod
     def decode(cls, data: bytes) -> PortState:
-        """Decode what `encode` has encoded."""
+        """Decode an encoded value."""
         return cls(*json.loads(data))
 
 
@@ -61,25 +57,21 @@ class PortStart(NamedTuple):
     rules: Mapping[str, MessageRule]  # keyed by tag
     access: Access
 
-    def encode(self) -> bytes:
-        """JSON."""
-        return json.dumps(self).encode()
-
     @classmethod
     def decode(cls, data: bytes) -> PortStart:
-        """Decode what `encode` has encoded."""
+        """Decode an encoded value."""
         public_key, secret_key, listener, endpoint, memory_bytes, rules, access = json.loads(data)
         rules = {tag: MessageRule(*rule) for tag, rule in rules.items()}
         return cls(public_key, secret_key, listener, endpoint, memory_bytes, rules, _access(access))
 
 
-def encode_access(access: Access) -> bytes:
-    """The second frame of `ACCESS`."""
-    return json.dumps(access).encode()
+def encode(value: PortState | PortStart | Access) -> bytes:
+    """JSON: the second frame of `STATE` and of `ACCESS`, and the process's stdin."""
+    return json.dumps(value).encode()
 
 
 def decode_access(data: bytes) -> Access:
-    """Decode what `encode_access` has encoded."""
+    """Decode an encoded `Access`."""
     return _access(json.loads(data))
 
 

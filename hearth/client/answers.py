@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import json
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 else:
     Arrays = Mapping
 
-_CLOSE_SECONDS = (
-    10.0  # longest wait of `BlockingIterator.close` for the event loop: as for other calls that run no model
-)
+_CLOSE_SECONDS = 10.0  # longest wait of `close` for the event loop: as for other calls that run no model
 
 _M = TypeVar("_M", bound=BaseModel)
 _I = TypeVar("_I")
@@ -163,7 +161,9 @@ class AsyncGeneration(AbstractAsyncContextManager["AsyncGeneration"], AsyncItera
         await self.aclose()
 
 
-class _Source(AsyncIterator[Any], Protocol):
+class _Source(Protocol):
+    def __anext__(self) -> Awaitable[Any]: ...
+
     async def aclose(self) -> None: ...
 
 

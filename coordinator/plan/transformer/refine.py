@@ -31,9 +31,8 @@ _TOLERANCE = 1.02  # a plan that is predicted to be this much slower still count
 _MAX_EXHAUSTIVE_RANKS = 6  # 720 orders; of more ranks, each is tried at every place of the order
 _NUM_ORDER_TRIALS = 4  # orders that are priced, those with the fewest weights first; each costs a simulation
 _MAX_EXACT_TIME_RATIO = 1.005  # a more exact output may cost 0.5 % of the time, which no user notices
-_SIMILAR_RATE_RATIO = (
-    1.25  # links with rates within this ratio are decided together: the difference is measurement noise
-)
+# Links with rates within this ratio are decided together: the difference is measurement noise.
+_SIMILAR_RATE_RATIO = 1.25
 _MAX_LINK_TRIALS = 8  # sets of links tried; each is a simulation, and homes have few classes of links
 _MAX_DRAFT_TRIALS = 3  # devices on which room is made for the draft model: each costs a search
 # Required time as a fraction of that without micro-batches: thread switches have a cost that the simulator does not include.

@@ -259,7 +259,7 @@ class _PortProcess:
         start = PortStart(keypair.public, keypair.secret, listener, self._endpoint, memory_bytes, MESSAGE_RULES, access)
         assert process.stdin is not None
         with suppress(BrokenPipeError, ConnectionResetError):  # it has ended already
-            process.stdin.write(start.encode())
+            process.stdin.write(protocol.encode(start))
             await process.stdin.drain()
         process.stdin.close()
 
@@ -275,7 +275,7 @@ class _PortProcess:
 
     def change_access(self, access: Access) -> None:
         """Send the rules, if they have changed. While the process starts, they wait for the next tick."""
-        if access is not self._access and self.send([protocol.ACCESS, protocol.encode_access(access)]):
+        if access is not self._access and self.send([protocol.ACCESS, protocol.encode(access)]):
             self._access = access
 
     def hear(self, state: PortState) -> None:
