@@ -59,9 +59,8 @@ def hardware_fingerprint(root: Path = Path("/")) -> str:
     Wireless addresses are excluded, because network managers randomise them.
     """
     identifiers = [_read_text(root / name) for name in _HARDWARE_FILES]
-    for line in _read_text(root / "proc/cpuinfo").splitlines():
-        if line.lower().startswith("serial"):
-            identifiers.append(line)
+    lines = _read_text(root / "proc/cpuinfo").splitlines()
+    identifiers += [line for line in lines if line.lower().startswith("serial")]
     for interface in sorted((root / "sys/class/net").glob("*")):
         bus = (interface / "device/subsystem").resolve().name  # virtual interfaces have no device
         wireless = (interface / "phy80211").exists() or (interface / "wireless").exists()

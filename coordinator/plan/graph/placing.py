@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from coordinator.models.onnx.cutting import cut
 from coordinator.plan.graph.cluster import GraphCluster
 from coordinator.plan.graph.latency.coarsening import coarsen
 from coordinator.plan.graph.latency.problem import PlacementProblem, placement_problem
-from coordinator.plan.graph.rebalance import rebalance
+from coordinator.plan.graph.predict import predict_segments
 from coordinator.plan.graph.request import GraphRequest, held_devices
 from coordinator.plan.graph.tasks import coordinator_cpu_seconds, lone_cpu_seconds, with_wire_sizes
 from coordinator.plan.graph.throughput.planners import plan_pipeline
+from coordinator.plan.graph.throughput.points import fine_chain
 from coordinator.plan.methods import Method
-from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution
+from coordinator.plan.solution import OperatorAssignment, SearchOptions, Solution, Stop
 from hearth.plan.graph_spec import GraphSpec
 
 if TYPE_CHECKING:
     from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
+
+# These bound the number of simulations: up to 2 x 24 moves of each cut in each sweep.
+_MAX_MOVE_OPERATORS = 24  # the longest single move of a cut
+_MAX_SWEEPS = 4  # passes over all cuts
+# A move must bring the bottleneck below this fraction of its value; less is not worth more sweeps.
+_MAX_TIME_RATIO = 0.998
 
 
 def place_operators(
@@ -49,7 +58,7 @@ def place_operators(
         )
         if not (method.rebalances and cluster.measured):
             return solution
-        return rebalance(request, solution, rooms, lambda: options.clock() >= deadline)
+        return _rebalance(request, solution, rooms, lambda: options.clock() >= deadline)
     coarse = coarsen(spec)
     seconds = coarse.group_seconds(cluster.seconds)
     problem = placement_problem(
@@ -107,6 +116,67 @@ def _with_coordinator_transfers(spec: GraphSpec, cluster: GraphCluster) -> list[
             for device in range(len(cluster.devices)):
                 seconds[operator][device] += coordinator_cpu_seconds(cluster, device, tensor.num_bytes)
     return seconds
+
+
+def _rebalance(
+    request: GraphRequest,
+    solution: Solution[OperatorAssignment],
+    room_bytes: Sequence[int],
+    stop: Stop,
+) -> Solution[OperatorAssignment]:
+    """A pipeline planner's solution with the bottleneck as simulated, or a better one with cuts moved until `stop()`.
+
+    The planners' search cannot see the CPU cost of a transfer, which depends on both sides of a cut. With it, the middle
+    stages, which both receive and send, have too much work, and moving the cuts passes some of it on. The planner's bound
+    remains valid: that cost only adds to the bottleneck.
+    """
+    order = fine_chain(request.spec).points
+    devices = [solution.assignment.devices[operator] for operator in order]
+    ends = [index for index in range(1, len(devices)) if devices[index] != devices[index - 1]]
+    stages = [devices[0], *(devices[end] for end in ends)]
+    if len(set(stages)) < len(stages):  # not a pipeline of this chain
+        return solution
+
+    def assigned(ends: Sequence[int]) -> tuple[int, ...]:
+        devices_by_operator = [0] * len(order)
+        for device, first, last in zip(stages, [0, *ends], [*ends, len(order)], strict=True):
+            for operator in order[first:last]:
+                devices_by_operator[operator] = device
+        return tuple(devices_by_operator)
+
+    def seconds(ends: Sequence[int]) -> float:
+        assignment = assigned(ends)
+        for device in stages:
+            own = [operator for operator, each in enumerate(assignment) if each == device]
+            if request.spec.parameter_bytes(own) > room_bytes[device]:
+                return float("inf")
+        ranks = {device: rank for rank, device in enumerate(dict.fromkeys(assignment))}
+        segments = cut(request.spec, [ranks[device] for device in assignment])
+        return predict_segments(
+            request.spec, segments, request.cluster, list(ranks), request.congestion, request.wire.values
+        ).bottleneck_seconds
+
+    best = seconds(ends)
+    for _ in range(_MAX_SWEEPS):
+        before = best
+        for cut_index in range(len(ends)):
+            first = (ends[cut_index - 1] if cut_index else 0) + 1
+            last = (ends[cut_index + 1] if cut_index + 1 < len(ends) else len(order)) - 1
+            old_end = ends[cut_index]
+            for new_end in range(
+                max(first, old_end - _MAX_MOVE_OPERATORS), min(last, old_end + _MAX_MOVE_OPERATORS) + 1
+            ):
+                if stop():
+                    break
+                moved = [*ends[:cut_index], new_end, *ends[cut_index + 1 :]]
+                if new_end != old_end and (found := seconds(moved)) < best * _MAX_TIME_RATIO:
+                    best, ends = found, moved
+        if best == before:
+            break
+    bound = min(solution.bound, best)
+    return replace(
+        solution, assignment=OperatorAssignment(assigned(ends)), value=best, bound=bound, proven=bound >= best
+    )
 
 
 def solve_placement(

@@ -79,8 +79,7 @@ def replica_files(
     """
     files = [_content(each.file.path.name, each.current.model_dump_json(indent=1).encode()) for each in keys]
     patterns = ("profiles/*.json", f"{LEARNT}/*.json", f"{POLICIES_FOLDER}/*{_SAFETENSORS}")
-    folders = [path for pattern in patterns for path in sorted(state_dir.glob(pattern))]
-    for path in folders:
+    for path in (path for pattern in patterns for path in sorted(state_dir.glob(pattern))):
         files += _file(path.relative_to(state_dir).as_posix(), path, whole=True)
     for name, deployment in state.deployments.items():
         folder, goal = f"models/{_plain(name)}", deployment.goal

@@ -45,7 +45,7 @@ from hearth.plan.graph_spec import GraphSpec
 
 PIPELINE_EXACT, PIPELINE = "pipeline-exact", "pipeline"
 _MAX_SUBSETS = 16  # of the devices on media that are searched too: more than all of four devices have
-# Of the time limit, when the exact search ends, and when its bound does. The rest is for moving the cuts (rebalance.py).
+# Of the time limit, when the exact search ends, and when its bound does. The rest is for moving the cuts (placing.py).
 _SEARCH_SHARE, _BOUND_SHARE = 0.7, 0.8
 _MAX_VALUES = 2_000_000  # possible bottlenecks that are listed: sorting them takes a quarter of a second
 
