@@ -90,9 +90,6 @@ def http_app(homes: Homes, allowed_hosts: tuple[str, ...] = ()) -> Starlette:
             ready = False
         return JSONResponse({"status": "ok" if ready else "not ready"}, 200 if ready else 503)
 
-    async def metrics(request: Request) -> Response:
-        return await watching.metrics(request.state.served)
-
     async def events(request: Request) -> Response:
         return await _streamed(request, await watching.events(request.state.served, request))
 
@@ -100,7 +97,7 @@ def http_app(homes: Homes, allowed_hosts: tuple[str, ...] = ()) -> Starlette:
         Route("/", _root),
         Route("/health", health),
         Route("/api/version", _version),
-        Route("/metrics", metrics),
+        Route("/metrics", watching.metrics),
         Route("/v1/events", events),
         *(Route(path, _endpoint(handler), methods=[method]) for (method, path), handler in _HANDLERS.items()),
     ]

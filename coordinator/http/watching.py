@@ -22,9 +22,9 @@ _ALIVE = b": nothing has happened\n\n"
 _RECONNECT_SECONDS = 120.0  # without a coordinator, after which a stream ends; its client asks again
 
 
-async def metrics(served: Served) -> Response:
+async def metrics(request: Request) -> Response:
     """All metrics of the home."""
-    return Response(await served.home.metrics(), media_type=METRICS_TYPE)
+    return Response(await request.state.served.home.metrics(), media_type=METRICS_TYPE)
 
 
 async def events(served: Served, request: Request) -> EventStream:

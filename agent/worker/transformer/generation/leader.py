@@ -163,7 +163,7 @@ class Leader:
                 return []
             tokens = self._executor.finish()
         except HearthError as error:
-            return self._fail(error)
+            return self.end(error)
         self._record_time()
         replies: Replies = []
         for cache, new in tokens.items():
@@ -260,11 +260,10 @@ class Leader:
             self._logit_errors.add(sequence.number, sequence.request.logits, tokens, np.concatenate(candidates))
 
     def end(self, error: HearthError) -> Replies:
-        """End the generation: all current requests fail with `error`, and so do later ones."""
-        return self._fail(error)
+        """End the generation: all current requests fail with `error`, and so do later ones.
 
-    def _fail(self, error: HearthError) -> Replies:
-        """Fail all requests: a step belongs to all of them, so the error cannot be attributed to one."""
+        An error of a step ends it, too: a step belongs to all requests, so the error cannot be attributed to one.
+        """
         if error.scope == "request":
             error = StepFailed(device="rank 0", reason=error.explanation())
         self._failure = error

@@ -257,14 +257,12 @@ class Scheduler:
 
     # ---- memory ---------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> tuple[SequenceState, wire.NewSequence] | None:
+    def _admit(self, sequence: SequenceState) -> wire.NewSequence | None:
         """Start the next waiting sequence, with the rows that it does not have to compute, once there is room for it.
 
         None of the others goes before it then, since a long prompt could wait for ever. A block per running sequence stays
         free, so that these can grow for a while before the new one must be preempted.
         """
-        if (sequence := self._next_waiting()) is None:
-            return None
         while (admitted := self._start(sequence)) is None:
             num_running, victim = self._num_running_of_callers(), self._victim()
             if victim is None or num_running[victim.request.caller] <= num_running[sequence.request.caller] + 1:
@@ -288,7 +286,7 @@ class Scheduler:
     def _num_running_of_callers(self) -> Counter[str]:
         return Counter(each.request.caller for each in self.running.values())
 
-    def _start(self, sequence: SequenceState) -> tuple[SequenceState, wire.NewSequence] | None:
+    def _start(self, sequence: SequenceState) -> wire.NewSequence | None:
         """Start a waiting sequence if there is room for it."""
         if len(self.running) >= self._limits.max_sequences:
             return None
@@ -310,7 +308,7 @@ class Scheduler:
         cached, sequence.pending = sequence.pending[:num_cached], sequence.pending[num_cached:]
         if not sequence.last_order:
             sequence.num_kept_rows = len(moved.token_ids) if moved is not None else num_cached
-        return sequence, wire.NewSequence(
+        return wire.NewSequence(
             blocks=tuple(sequence.blocks),
             cached_tokens=tuple(cached),
             num_prompt_tokens=sequence.num_prompt_tokens,
@@ -456,11 +454,9 @@ class Scheduler:
             if most <= 0 or (self._whole_prompts and len(following.pending) > most):
                 break
             new = None
-            if not following.cache:
-                if (admitted := self._admit()) is None:
-                    is_full = True
-                    continue
-                new = admitted[1]
+            if not following.cache and (new := self._admit(following)) is None:
+                is_full = True
+                continue
             rows = self._rows(following, most, new=new)
             room -= len(rows.token_ids)
             heavy_room -= len(rows.token_ids) if is_heavy else 0
