@@ -13,7 +13,7 @@ from coordinator.devices.cluster_file import read_instance
 from coordinator.plan.graph.auto import plan_instance
 from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import PlanRequest
-from coordinator.serve.planners import process, spare
+from coordinator.serve.planners import process
 from coordinator.serve.planners.policies import plan_with_policy
 from hearth.errors import HearthError
 from hearth.plan.plan import TransformerPlan
@@ -58,5 +58,8 @@ def in_process_planning(clock: Callable[[], float] = time.monotonic) -> Iterator
     async def start_none(kind: str) -> Child:
         raise OSError("plans are made in this process")
 
-    with mock.patch.object(process, "_plan_in_child", plan_all), mock.patch.object(spare, "start_planner", start_none):
+    with (
+        mock.patch.object(process, "_plan_in_child", plan_all),
+        mock.patch.object(process, "start_planner", start_none),
+    ):
         yield

@@ -19,6 +19,7 @@ from support.graph_engines import make_model
 from support.onnx_models import graph, node, value, weight
 
 from agent.worker.graph import profiler as graph_profiler
+from agent.worker.graph import sessions
 from agent.worker.graph.profiler import GRAPH_FILE, kernel_times, profile_graph
 from hearth.errors import BadPlan, StoreFull
 from hearth.wire.messages import GraphProfile, OperatorsOf, Profile, Profiled, StartProfile, decode, encode
@@ -124,10 +125,10 @@ def test_nodes_are_timed_without_tensorrt_which_compiles_them(tmp_path: Path, mo
 
         return real(path, name, num_threads, [("CPUExecutionProvider", {})], checked)
 
-    real = graph_profiler.make_session
-    monkeypatch.setattr(graph_profiler, "make_session", make_session)
+    real = sessions.make_session
+    monkeypatch.setattr(sessions, "make_session", make_session)
     found = ["TensorrtExecutionProvider", "CUDAExecutionProvider", "CPUExecutionProvider"]
-    monkeypatch.setattr(graph_profiler, "providers_for", lambda device, store: [(name, {}) for name in found])
+    monkeypatch.setattr(sessions, "providers_for", lambda device, store: [(name, {}) for name in found])
     assert profiled(tmp_path, residual_block()).kernels
     assert asked == [found, found[1:]]
 
