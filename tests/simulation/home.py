@@ -40,7 +40,6 @@ import coordinator.serve.standby.replica
 import coordinator.serve.standby.standby
 import coordinator.serve.state
 import hearth.wire.intake
-import hearth.wire.rpc
 from agent.daemon.config import AgentSettings
 from agent.daemon.daemon import AgentDaemon
 from agent.daemon.identity import Identity
@@ -68,6 +67,7 @@ from hearth.platform.security import (
 )
 from hearth.wire import messages as wire
 from hearth.wire.envelope import message_tag
+from hearth.wire.messages import decode
 from hearth.wire.rpc import Caller, Policy, RpcServer
 
 CONTROL_PORT, LINK_PORT, COORDINATOR_PORT = 47800, 47801, 47830
@@ -299,7 +299,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (transformer, "request_seconds", model.request_seconds),
         (transformer, "shard_weights", model.shard_weights),
         (transformer, "transformer_files", lambda directory: []),
-        (hearth.wire.rpc, "decode", _decode),
+        (wire, "decode", _decode),
         (hearth.wire.intake, "message_tag", _message_tag),
     ]
 
@@ -326,7 +326,7 @@ def _derived(home_key: bytes, role: Any) -> KeyPair:
 
 @lru_cache(maxsize=4096)
 def _decoded(data: bytes) -> wire.Message:
-    return wire.decode(data)
+    return decode(data)
 
 
 def _decode(data: bytes | memoryview, *_: Any) -> wire.Message:
