@@ -94,7 +94,7 @@ MUTATIONS = {
         lambda schedule: schedule.standby and _has("isolate", "stop coordinator")(schedule),
     ),
     "a leader counts on leases over connections that were closed": Mutation(
-        Fleet, "_closed", lambda self, connection: None, _rejects_most_devices
+        Fleet, "closed", lambda self, connection: None, _rejects_most_devices
     ),
     "a deployment does not ask whether it may run": Mutation(
         Deployment,
