@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
-from tools.toml_files import tomllib
+from tools.testbed.scenario import tomllib
 
 ROOT = Path(__file__).parents[1]
 # Requirements that torch's wheels for ARM declare beyond those of every version, as their metadata has them. 2.13.0: one of 19.

@@ -22,7 +22,7 @@ pytest.importorskip("torch", reason="torch has no wheel for this Python here")
 
 from support.engines import TOKEN, EngineCluster
 
-from tools.bench.isolated import isolated_engine
+from tools.bench.runner import isolated_engine
 
 Traces = list[tuple[TraceEvent, ...]]
 Kinds = frozenset[TaskKind]

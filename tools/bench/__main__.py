@@ -79,7 +79,7 @@ def run(
     if resume and path.exists():
         saved = load_result(path)
         if saved.settings == settings or experiment.ROWS_NAME_SETTINGS:
-            known = [experiment.ROW.validate_python(row) for row in saved.raw]
+            known = experiment.read_rows(saved.raw)
             result.commit = ", ".join(dict.fromkeys([*saved.commit.split(", "), result.commit]))  # of all rows
     check_writable("--out", path)
     rows: list[Any] = []
@@ -130,7 +130,7 @@ def _summarise(result: Result) -> str:
         return "it has no raw rows and has to be measured again"
     try:
         experiment = make_experiment(result.settings)
-        summary = experiment.summary([experiment.ROW.validate_python(row) for row in result.raw])
+        summary = experiment.summary(experiment.read_rows(result.raw))
     except (BadSetting, ValidationError) as error:
         reason = first_error(error, "row") if isinstance(error, ValidationError) else error
         return f"it is of an older version and has to be measured again: {reason}"

@@ -12,8 +12,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 from xml.etree import ElementTree
 
-from pydantic import TypeAdapter
-
 from hearth.errors import BadSetting, InternalError
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.results import REPOSITORY, Record, Summary, Table
@@ -32,11 +30,9 @@ class ExactnessRow(Record):
     largest_difference: float  # of a logit
 
 
-class Exactness(Experiment):
+class Exactness(Experiment[ExactnessRow]):
     """Every strategy of every family. Does not hold if a token differs, or a logit by more than the tests allow."""
 
-    PAGE = "generation"
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(ExactnessRow)
     NAMED: ClassVar[Named] = {"exactness": {"title": "Generation against transformers, at published widths"}}
 
     families: tuple[str, ...] = (

@@ -7,24 +7,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from hearth.errors import BadSetting
 from hearth.validation import first_error
 from tools.bench.results import Summary
-from tools.toml_files import tomllib
+from tools.testbed.scenario import tomllib
 
 Named: TypeAlias = Mapping[str, Mapping[str, Any]]
-# Modules of experiments. A name is looked up in this order.
-MODULES = (
-    "tools.bench.strategies", "tools.bench.scenarios", "tools.bench.generation", "tools.bench.exactness",
-    "tools.bench.shortcuts", "tools.bench.graphs", "tools.bench.faults", "tools.bench.idle_cost",
-    "tools.bench.http.experiments", "tools.bench.http.flood", "tools.bench.versions", "tools.bench.one_core",
-    "tools.bench.kernel_speed", "tools.research.partition", "tools.research.points", "tools.research.moirai",
-    "tools.research.coarsening", "tools.research.doppler",
-)  # fmt: skip
+R = TypeVar("R", bound=BaseModel)  # one raw row
+# Modules of experiments in tools, and their pages of docs/results. A name is looked up in this order.
+MODULES = {
+    "bench.strategies": "strategies", "bench.scenarios": "scenarios", "bench.generation": "generation",
+    "bench.exactness": "generation", "bench.shortcuts": "generation", "bench.graphs": "graphs", "bench.faults": "faults",
+    "bench.idle_cost": "faults", "bench.http.experiments": "http", "bench.http.flood": "http", "bench.versions": "versions",
+    "bench.one_core": "kernels", "bench.kernel_speed": "kernels", "research.partition": "partition",
+    "research.moirai": "moirai", "research.doppler": "doppler",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -36,14 +37,12 @@ class Context:
     known: Sequence[Any] = ()  # rows of an earlier, unfinished run with the same settings
 
 
-class Experiment(BaseModel, ABC):
-    """The settings of one experiment. Subclasses add theirs; unknown settings are refused."""
+class Experiment(BaseModel, ABC, Generic[R]):
+    """The settings of one experiment with rows of type R. Subclasses add theirs; unknown settings are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     NAMED: ClassVar[Named] = {}  # the experiments of this class: their settings by name
-    PAGE: ClassVar[str]  # of docs/results, with their tables
-    ROW: ClassVar[TypeAdapter[Any]]  # type of one raw row
     # Whether rows name all settings that they depend on: a run that resumes keeps those of other settings.
     ROWS_NAME_SETTINGS: ClassVar[bool] = False
 
@@ -52,12 +51,18 @@ class Experiment(BaseModel, ABC):
     source: str = ""  # paper and figure, if it reproduces one
 
     @abstractmethod
-    def measure(self, context: Context) -> Iterator[Any]:
-        """Yield raw rows (pydantic models) as soon as they are measured. Raises BadSetting before the first one."""
+    def measure(self, context: Context) -> Iterator[R]:
+        """Yield raw rows as soon as they are measured. Raises BadSetting before the first one."""
 
     @abstractmethod
-    def summary(self, rows: Sequence[Any]) -> Summary:
+    def summary(self, rows: Sequence[R]) -> Summary:
         """Conclusions and tables of these rows. Pure."""
+
+    @classmethod
+    def read_rows(cls, raw: Iterable[Mapping[str, Any]]) -> list[R]:
+        """The rows of a result file. Raises ValidationError."""
+        (kind,) = next(args for base in cls.__mro__ if (args := vars(base).get("__pydantic_generic_metadata__", {}).get("args")))
+        return [kind.model_validate(row) for row in raw]
 
 
 def checked_names(given: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
@@ -84,7 +89,7 @@ def read_settings(name: str, changes: Iterable[str] = ()) -> dict[str, Any]:
     return settings
 
 
-def make_experiment(settings: Mapping[str, Any]) -> Experiment:
+def make_experiment(settings: Mapping[str, Any]) -> Experiment[Any]:
     """The experiment of these settings. Raises BadSetting that names the wrong one."""
     name = str(settings.get("name"))
     try:
@@ -96,22 +101,23 @@ def make_experiment(settings: Mapping[str, Any]) -> Experiment:
 def page_of(name: str) -> str:
     """The page of `docs/results` with an experiment's tables; of one that exists no more, named by its first word."""
     kind = _find_kind(name)
-    return kind.PAGE if kind is not None else name.partition("-")[0]
+    return MODULES[kind.__module__.removeprefix("tools.")] if kind is not None else name.partition("-")[0]
 
 
-def _kinds() -> Iterator[type[Experiment]]:
+def _kinds() -> Iterator[type[Experiment[Any]]]:
     """The classes of all experiments. Modules are imported when they are needed."""
-    for module in MODULES:
-        for kind in vars(import_module(module)).values():
-            if isinstance(kind, type) and issubclass(kind, Experiment) and kind.__module__ == module:
+    for name in MODULES:
+        module = import_module(f"tools.{name}")
+        for kind in vars(module).values():
+            if isinstance(kind, type) and issubclass(kind, Experiment) and kind.__module__ == module.__name__:
                 yield kind
 
 
-def _find_kind(name: str) -> type[Experiment] | None:
+def _find_kind(name: str) -> type[Experiment[Any]] | None:
     return next((kind for kind in _kinds() if name in kind.NAMED), None)
 
 
-def _kind_of(name: str) -> type[Experiment]:
+def _kind_of(name: str) -> type[Experiment[Any]]:
     if (kind := _find_kind(name)) is None:
         raise BadSetting(setting="the experiment", reason=f"'{name}' is none of {', '.join(names())}")
     return kind

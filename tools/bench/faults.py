@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
-from pydantic import Field, TypeAdapter, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
 from tools.bench.experiment import Context, Experiment, Named, checked_names
@@ -46,11 +46,9 @@ _REJOIN_SECONDS = 20.0  # for the home to be ready for the next fault; then anot
 _LOG_CHARACTERS = 3000  # of the log of each coordinator and agent that are kept where something went wrong
 
 
-class Faults(Experiment):
+class Faults(Experiment[FaultRow]):
     """`count` faults of each kind, divided among the loads, in random order."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(FaultRow)
-    PAGE = "faults"
     NAMED: ClassVar[Named] = {
         "faults": {"title": "Faults under load: calls that fail, wrong answers, pauses", "faults": SINGLE, "count": 50},
         "faults-combined": {

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Generic, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.cost.decode import attention_bytes, head_bytes, mlp_bytes
@@ -24,7 +24,7 @@ from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment, Named, R
 from tools.bench.homes import Model, decoder_directory
 from tools.bench.load import interleaved
 from tools.bench.measure import MIN_ROUNDS, emulated
@@ -47,10 +47,9 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Decoding(Experiment):
+class Decoding(Experiment[R], Generic[R]):
     """Settings of experiments with a decoder, and its home."""
 
-    PAGE = "generation"
     SEQUENCES: ClassVar[int] = 1  # of which the KV cache has room
 
     scenario: str = "whole-cores"
@@ -104,7 +103,7 @@ class Decoding(Experiment):
 class Decoder:
     """A decoder's home: plans are loaded side by side."""
 
-    settings: Decoding
+    settings: Decoding[Any]
     scenario: Scenario
     testbed: Testbed
     engine: EngineRunners
@@ -168,10 +167,9 @@ class GenerationRow(Record):
         return f"{self.scenario}, {self.mbit:.0f} Mbit/s{wire}, {self.prompt_tokens} + {self.new_tokens} tokens"
 
 
-class Generation(Decoding):
+class Generation(Decoding[GenerationRow]):
     """Generation on one device, on several, and with transformers on one."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(GenerationRow)
     NAMED: ClassVar[Named] = {
         "generation": {"title": "Generation by Hearth and transformers, int8 weights", "mbit": [125, 500]},
         "generation-int4": {

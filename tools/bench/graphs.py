@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from coordinator.models.graph_file import read_graph_file
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
@@ -45,11 +45,9 @@ _WAITING = 2  # requests beyond those in flight, so that the coordinator always 
 _WARM_UP = 2  # uncounted answers, in multiples of the requests in flight: fills every stage
 
 
-class _Graphs(Experiment):
+class _Graphs(Experiment[Served]):
     """Settings of both kinds."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(Served)
-    PAGE = "graphs"
 
     rounds: int = Field(3, ge=1)  # each plan is deployed and measured once per round
     time_limit: float = Field(10.0, gt=0)  # seconds of each plan search

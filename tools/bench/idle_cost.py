@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from hearth.platform.units import format_bytes
 from tools.bench.experiment import Context, Experiment, Named
@@ -62,11 +62,9 @@ class IdleRow(Record):
         return statistics.mean(used) / self.minutes if used else 0.0
 
 
-class IdleCost(Experiment):
+class IdleCost(Experiment[IdleRow]):
     """A home without requests for `minutes`, for each model."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(IdleRow)
-    PAGE = "faults"
     NAMED: ClassVar[Named] = {"idle-cost": {"title": "What an idle home costs"}}
 
     loads: tuple[LoadName, ...] = LOADS

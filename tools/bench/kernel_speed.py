@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from torch import Tensor
 
 from agent.worker.transformer.kernel_times import measure_kernels
@@ -58,11 +58,9 @@ class _Variant(NamedTuple):
     kernel: Callable[[Matrix, int], str]  # for a matrix and a number of rows
 
 
-class KernelSpeed(Experiment):
+class KernelSpeed(Experiment[KernelRow]):
     """Seconds of a layer's products."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(KernelRow)
-    PAGE = "kernels"
     NAMED: ClassVar[Named] = {
         "kernels": {
             "title": "Matrix products by default kernels, by chosen kernels, and in bfloat16",

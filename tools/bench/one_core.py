@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from coordinator.plan.transformer.choose import plan_transformer
 from coordinator.plan.transformer.request import GenerationRequest, PlanRequest
@@ -75,11 +75,9 @@ _OLDER_PROCESSOR = {
 }  # fmt: skip
 
 
-class OneCore(Experiment):
+class OneCore(Experiment[OneCoreRow]):
     """Generation on one core by several programs."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(OneCoreRow)
-    PAGE = "kernels"
     NAMED: ClassVar[Named] = {
         "one-core": {"title": "Generation on one core by Hearth, transformers and llama.cpp"},
         "one-core-avx2": {

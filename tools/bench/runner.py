@@ -21,9 +21,11 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from agent.worker.transformer.comm.collectives import Collectives
 from agent.worker.transformer.comm.communicator import Communicator, link_codecs
-from agent.worker.transformer.comm.staging import CpuStaging
+from agent.worker.transformer.comm.staging import CpuStaging, WireTile
 from agent.worker.transformer.engine import EncoderEngine
 from agent.worker.transformer.generation.leader import Leader
 from agent.worker.transformer.generation.local_draft import LocalDraft
@@ -40,8 +42,10 @@ from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan, draft_plan, plan_from_json
 from hearth.platform.curve import new_keypair
 from hearth.platform.machine import keep_freed_buffers
+from hearth.transport.base import Transport
 from hearth.transport.sockets import SocketTransport
-from hearth.wire.framing import pack_array
+from hearth.wire.codec import Array, Conversions
+from hearth.wire.framing import TileKey, pack_array
 from hearth.wire.messages import (
     ChunkRef,
     Failed,
@@ -53,7 +57,6 @@ from hearth.wire.messages import (
     TokensGenerated,
 )
 from tools.bench.child import serve
-from tools.bench.isolated import isolated_engine
 from tools.testbed.calibrate import Layers
 
 _TOKEN = bytes(16)
@@ -64,6 +67,7 @@ _WINDOW = 12  # messages in flight
 _PINGS = 15  # round trips measured
 _END = b"end"  # last message of a link measurement
 _LINK_TIMEOUT_SECONDS = 30.0  # for a message of a link measurement
+_MADE_UP = np.zeros(1, np.float32)  # stands for anything that a peer would send; tiles do not read it
 
 
 class Oracle:
@@ -87,6 +91,48 @@ class DraftOracle(LocalDraft):
     def next_token(self, sequence: SequenceState, tokens: Sequence[int], logits_V: np.ndarray[Any, Any]) -> int:
         super().next_token(sequence, tokens, logits_V)
         return self.oracle.propose(tokens, 1)[0]
+
+
+# ---- steps of one rank without its peers: its computations, on made-up tiles that are there at once --------------------
+
+
+def isolated_engine(
+    plan: TransformerPlan, rank: int, shard: Shard, transport: Transport, epoch: int, token: bytes
+) -> EncoderEngine:
+    """An engine whose steps compute all that this rank computes in a step, exchange nothing, and wait for nothing.
+
+    Their output is meaningless. Of `transport` only the ranks are used.
+    """
+    return EncoderEngine(plan, rank, shard, _NoPeers(transport, epoch, token, {}), CpuStaging(), _MadeUpTiles)
+
+
+class _NoPeers(Communicator):
+    """Sends nothing; `_MADE_UP` has arrived in place of everything that peers would send."""
+
+    def send(self, target: int, key: TileKey, tile: Array, converted: Conversions | None = None) -> None:
+        """Drop the tile."""
+
+    def reduce(self, key: TileKey, partial: Array) -> None:
+        """Drop the partial sum."""
+
+    def has_arrived(self, keys: Sequence[TileKey]) -> bool:
+        return True
+
+    def receive(self, keys: Sequence[TileKey]) -> list[Array]:
+        return [_MADE_UP] * len(keys)
+
+    def receive_first(self, groups: Sequence[Sequence[TileKey]]) -> tuple[int, list[Array]]:
+        return 0, self.receive(groups[0])
+
+
+class _MadeUpTiles(Collectives):
+    """Writes a tile's values as the staging would, but all are 1: what memory holds by chance can be slow to compute with."""
+
+    def _write_tile(self, tile: WireTile, into: Tensor, add: bool = False) -> None:
+        (into.add_ if add else into.fill_)(1.0)
+
+
+# ---- the runner -------------------------------------------------------------------------------------------------------
 
 
 @dataclass

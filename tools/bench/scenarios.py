@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, TypeAdapter
+from pydantic import BeforeValidator, Field
 
 from coordinator.devices.profile_file import read_transformer_profile
 from coordinator.plan.methods import LOCAL
@@ -177,12 +177,10 @@ def timed_scenarios() -> tuple[str, ...]:
     return tuple(name for name in sorted(path.stem for path in SCENARIOS.glob("*.toml")) if name not in _NOT_TIMED)
 
 
-class Scenarios(Experiment):
+class Scenarios(Experiment[ScenarioRow]):
     """`auto` and the best single device, interleaved, in each scenario and for each workload."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(ScenarioRow)
     # All take hours: an interrupted run goes on with --resume, and --set scenario=wifi-5 --set workload=decoder runs a part.
-    PAGE = "scenarios"
     NAMED: ClassVar[Named] = {
         "scenarios": {"title": "auto and the best single device, in every scenario of the testbed but wifi-lossy"}
     }

@@ -17,15 +17,15 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, count
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import KV_BLOCK_TOKENS
 from tools.bench.drive import made_up_prompt
-from tools.bench.experiment import Context, Named
+from tools.bench.experiment import Context, Named, R
 from tools.bench.generation import Decoder, Decoding
 from tools.bench.homes import Model
 from tools.bench.load import interleaved
@@ -45,12 +45,12 @@ _NO_GUESSES = -1.0
 _SCOPES = {"cached": "bench", "whole": ""}  # of requests with the prefix cache and without
 
 
-class _Shortcut(Decoding):
+class _Shortcut(Decoding[R], Generic[R]):
     """A decoder on one device and on two."""
 
     draft: Model | None = None  # None: guesses take no time, as those that are looked up
 
-    def measure(self, context: Context) -> Iterator[Any]:
+    def measure(self, context: Context) -> Iterator[R]:
         with self.home(context) as home:
             draft = self.stored(self.draft, context.folder / "draft") if self.draft is not None else None
             cluster = home.profile(_MBIT)
@@ -60,7 +60,7 @@ class _Shortcut(Decoding):
                 home.engine.unload(strategy)
 
     @abstractmethod
-    def _rows(self, home: Decoder, plan: TransformerPlan) -> Iterator[Any]:
+    def _rows(self, home: Decoder, plan: TransformerPlan) -> Iterator[R]:
         """Measure a plan that is loaded."""
 
 
@@ -82,10 +82,9 @@ class SpeculationRow(Record):
     disturbed: str = ""  # why times cannot be trusted
 
 
-class Speculation(_Shortcut):
+class Speculation(_Shortcut[SpeculationRow]):
     """Oracles of several qualities, and no guesses."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(SpeculationRow)
     NAMED: ClassVar[Named] = {
         "speculation": {"title": "Speculative decoding by the share of guesses that are right"},
         "speculation-draft": {
@@ -198,10 +197,9 @@ class PrefixRow(Record):
         return set(self.num_cached) == {self.prefix_tokens}
 
 
-class PrefixCache(_Shortcut):
+class PrefixCache(_Shortcut[PrefixRow]):
     """Prompts that share a prefix."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(PrefixRow)
     NAMED: ClassVar[Named] = {
         "prefix-cache": {"title": "Time to the first token of prompts whose first part is in the KV cache"}
     }

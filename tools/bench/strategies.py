@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from hearth.errors import BadSetting
 from hearth.plan.common import ValueFormatName
@@ -40,11 +40,9 @@ _SWEEP = {
 }  # fmt: skip
 
 
-class Strategies(Experiment):
+class Strategies(Experiment[Row]):
     """All combinations of scenarios, models, lengths, numbers of devices and rates; one table each."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(Row)
-    PAGE = "strategies"
     NAMED: ClassVar[Named] = {
         "fig8": {
             "title": "One environment over a range of link rates", "source": "Galaxy, Figure 8", "layers": 2,

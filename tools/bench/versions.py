@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from coordinator.plan.graph.predict import requests_in_flight
 from hearth.errors import InternalError
@@ -97,11 +97,9 @@ class VersionsRow(Record):
         return self.ratio.median <= MOST_RATIO and self.ratio.low <= 1.0 and self.same_output is not False
 
 
-class Versions(Experiment):
+class Versions(Experiment[VersionsRow]):
     """The speed of two checkouts, in alternating rounds. Does not hold if the new one is slower."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(VersionsRow)
-    PAGE = "versions"
     NAMED: ClassVar[Named] = {"versions": {"title": "Two versions of Hearth"}}
 
     old: Path = Path("../hearth-old")  # made by `git worktree add ../hearth-old COMMIT`

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 from numpy.random import default_rng
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from coordinator.plan.graph.latency.baselines import solve_baseline
 from coordinator.plan.graph.latency.doppler.home_policy import HomePolicy
@@ -83,11 +83,9 @@ class DopplerRow(Record):
         return HOMES[self.home].problem(tensor_graph(self.graph), self.memory)
 
 
-class Doppler(Experiment):
+class Doppler(Experiment[DopplerRow]):
     """Every method on every graph and home."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(DopplerRow)
-    PAGE = "doppler"
     NAMED: ClassVar[Named] = {
         "doppler": {
             "title": "Doppler's tables: placements of its four task graphs, simulated", "source": "Doppler, arXiv 2505.23131",

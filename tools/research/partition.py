@@ -1,7 +1,10 @@
-"""Experiment `partition`: bottlenecks of the throughput planners in random clusters, as in the paper's Figures 7 to 10.
+"""Experiments `partition` and `partition-points`, of the paper of Parthasarathy and Krishnamachari.
 
-Every run draws its own communication graph, seeded by the seed, the setting and the run's number, and gives it to all
+`partition`: bottlenecks of the throughput planners in random clusters, as in the paper's Figures 7 to 10. Every run draws its own communication graph, seeded by the seed, the setting and the run's number, and gives it to all
 planners. So a single run can be repeated.
+
+`partition-points`: where graphs can be cut into a pipeline (III-A), the points of Hearth (`candidate_chain`) next to those of the
+paper's rule. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -14,17 +17,20 @@ from random import Random
 from statistics import fmean
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
+from coordinator.models.graph_file import read_graph_file
 from coordinator.plan.graph.throughput.planners import best_stages
+from coordinator.plan.graph.throughput.points import candidate_chain
 from coordinator.plan.graph.throughput.problem import PipelineProblem
 from coordinator.plan.graph.throughput.published import NUM_CLASSES, Partitioning, equal_partitions, published_stages
-from hearth.errors import ModelDoesNotFit
+from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
+from hearth.platform.units import format_bytes
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.results import Record, Summary, Table
+from tools.research.moirai import find_files
 from tools.research.pipelines import draw_links, joint_stages, nearest_stages, problem_of, random_stages
-from tools.research.points import read_graphs
 
 PIPELINE, EXACT, RANDOM, JOINT, ONE_START = "pipeline", "pipeline-exact", "random", "joint", "joint, one start"
 SAME_CUTS = "joint, same partitions"  # with the partitions of `pipeline`
@@ -73,14 +79,13 @@ class PartitionRow(Record):
         return [a / b for a, b in zip(self.seconds[over], self.seconds[under], strict=True)]
 
 
-class Partition(Experiment):
+class Partition(Experiment[PartitionRow]):
     """Partitioning and placement in random clusters. Nothing runs on devices, as in the paper; only planning takes time."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(PartitionRow)
     # `graphs`: a folder of Keras models exported as JSON, one file a model: {"name", "nodes": [{"id", "op", "name",
     # "out_bytes", "param_bytes", "flops"}], "edges"}, as coordinator/models/graph_file.py reads it. It is not in
-    # this repository: export the models of keras.applications, or name a folder of other graphs with --set graphs=DIR.
-    PAGE = "partition"
+    # this repository: export the models of keras.applications, or name a folder of other graphs with --set graphs=DIR, JSON,
+    # ONNX files (`python -m tools.graph_models`) or both.
     NAMED: ClassVar[Named] = {
         "partition": {
             "title": "Partitioning and placement for throughput, as the paper counts",
@@ -261,3 +266,114 @@ def conclusions(compared: Sequence[PartitionRow], bounded: Sequence[PartitionRow
     worse, better = sum(ratio > 1 for ratio in ratios), sum(ratio < 1 for ratio in ratios)
     proven = sum(row.num_proven for row in rows)
     yield f"pipeline-exact in {len(ratios)} runs: {worse} worse than pipeline, {better} better, {proven} proven optimal"
+
+
+# ---- where graphs can be cut ------------------------------------------------------------------------------------------
+
+
+class PointsRow(Record):
+    """One graph. The points exclude the source and include the sink."""
+
+    graph: str
+    num_operators: int
+    num_points: int
+    equals_rule: bool | None  # whether the points are those of the paper's rule; None: it is for one source
+    largest_block: int  # operators between two points
+    largest_block_bytes: int  # the most weights of a block
+
+    @classmethod
+    def of(cls, spec: GraphSpec) -> PointsRow:
+        """The row of a graph."""
+        found = candidate_chain(spec)
+        has_one_source = sum(not before for before in spec.predecessors) == 1
+        return cls(
+            graph=spec.name,
+            num_operators=spec.num_operators,
+            num_points=len(found.points) - 1,
+            equals_rule=found.points == published_points(spec) if has_one_source else None,
+            largest_block=max(map(len, found.blocks)),
+            largest_block_bytes=max(map(spec.parameter_bytes, found.blocks)),
+        )
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether no block has more than half of the operators."""
+        return 2 * self.largest_block <= self.num_operators
+
+
+class PartitionPoints(Experiment[PointsRow]):
+    """The points of every graph of a folder."""
+
+    NAMED: ClassVar[Named] = {
+        "partition-points": {
+            "title": "Where graphs can be cut into a pipeline",
+            "source": "Parthasarathy and Krishnamachari, III-A", "graphs": "keras",
+        }
+    }  # fmt: skip
+
+    graphs: Path  # folder of graphs, JSON or ONNX
+
+    def measure(self, context: Context) -> Iterator[PointsRow]:
+        yield from map(PointsRow.of, read_graphs(self.graphs))
+
+    def summary(self, rows: Sequence[PointsRow]) -> Summary:
+        usable = sum(row.is_usable for row in rows)
+        said = f"{usable} of {len(rows)} graphs have usable points: no block has more than half of the operators"
+        return Summary(
+            conclusions=(f"{said} (paper: 64 of 66)",), tables=(Table.of_columns("Partition points", COLUMNS, rows),)
+        )
+
+
+COLUMNS: Mapping[str, Callable[[PointsRow], object]] = {
+    "graph": lambda row: row.graph,
+    "operators": lambda row: row.num_operators,
+    "points": lambda row: row.num_points,
+    "as the rule": lambda row: {True: "yes", False: "no", None: "-"}[row.equals_rule],
+    "largest block": lambda row: row.largest_block,
+    "its weights": lambda row: format_bytes(row.largest_block_bytes),
+    "usable": lambda row: "yes" if row.is_usable else "no",
+}
+
+
+def read_graphs(folder: Path, models: Sequence[str] = ()) -> list[GraphSpec]:
+    """Read the graphs of a folder (JSON or ONNX) with these names, or all. Raises BadSetting, BadModelFile."""
+    files = find_files("graphs", folder, (".json", ".onnx"))
+    if unknown := [name for name in models if name not in files]:
+        raise BadSetting(setting="models", reason=f"'{unknown[0]}' is none of {', '.join(files)}")
+    return [read_graph_file(files[name], {}).spec for name in models or files]
+
+
+def published_points(spec: GraphSpec) -> tuple[int, ...]:
+    """Partition points by the paper's rule, for a graph with one source. Several sinks get a virtual one.
+
+    u is the next point if no other operator has the same longest path length from the source (LP) and every path from the
+    previous point goes through u (AP). Raises ValueError for several sources.
+    """
+    sources = [index for index, before in enumerate(spec.predecessors) if not before]
+    if len(sources) != 1:
+        raise ValueError(f"the rule is for one source; {spec.name} has {len(sources)}")
+    virtual = spec.num_operators
+    successors = [after or (virtual,) for after in spec.successors] + [()]
+    longest = [0] * (virtual + 1)
+    for operator, after in enumerate(successors):
+        for each in after:
+            longest[each] = max(longest[each], longest[operator] + 1)
+    alone = {each for each in range(virtual) if longest.count(longest[each]) == 1}
+    points = sources
+    for operator in sorted(range(virtual), key=lambda each: (longest[each], each)):
+        if operator in alone and operator not in points and _all_pass(successors, longest, points[-1], operator):
+            points = [*points, operator]
+    return tuple(points)
+
+
+def _all_pass(successors: Sequence[Sequence[int]], longest: Sequence[int], start: int, goal: int) -> bool:
+    """The paper's AP: depth first from `start`, no operator deeper than `goal` is reached before `goal`."""
+    todo, seen = [start], {start, goal}
+    while todo:
+        for each in successors[todo.pop()]:
+            if each not in seen:
+                if longest[each] > longest[goal]:
+                    return False
+                seen.add(each)
+                todo.append(each)
+    return True

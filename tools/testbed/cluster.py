@@ -26,7 +26,7 @@ from tools.testbed.medium import Medium
 from tools.testbed.network import SWITCH, Network
 from tools.testbed.registry import Running, claim, locked, release, running_testbeds
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS, EmulatedDevice, Scenario
-from tools.toml_files import tomllib
+from tools.testbed.scenario import tomllib
 
 _STOP_SECONDS = 5.0  # that programs get to end after SIGTERM
 _CALIBRATION_SECONDS = 60.0  # timeout on a whole core, importing torch included

@@ -7,6 +7,7 @@ of compute to traffic is the paper's; the absolute times are not.
 from __future__ import annotations
 
 import math
+import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -16,7 +17,11 @@ from hearth.errors import BadSetting
 from hearth.platform.units import parse_bytes
 from hearth.validation import first_error
 from tools.testbed.medium import Medium
-from tools.toml_files import read_settings_file
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 # Seconds of one BERT-Large encoder layer (284 rows, one thread) on a whole core of the machine on which the scenarios'
@@ -130,14 +135,22 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
 
     In the file, `every_device` has the values that all `devices` share.
     """
-    path, values = read_settings_file("scenario", name_or_path, SCENARIOS)
+    path = Path(name_or_path)
+    if path.suffix != ".toml":
+        path = SCENARIOS / f"{name_or_path}.toml"
     try:
+        values = tomllib.loads(path.read_text())
         if every := values.pop("every_device", None):
             values["devices"] = [{**every, **device} for device in values.get("devices", ())]
+        return Scenario.model_validate({"name": path.stem, **values})
+    except FileNotFoundError:
+        known = ", ".join(sorted(found.stem for found in SCENARIOS.glob("*.toml")))
+        reason = f"'{name_or_path}' is neither a file nor a built-in scenario: {known}"
+        raise BadSetting(setting="scenario", reason=reason) from None
     except TypeError:
         reason = "every_device and each of devices must be a table"
         raise BadSetting(setting=f"scenario {path}", reason=reason) from None
-    try:
-        return Scenario.model_validate({"name": path.stem, **values})
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadSetting(setting=f"scenario {path}", reason=str(error)) from None
     except ValidationError as error:
         raise BadSetting(setting=f"scenario {path}", reason=first_error(error, "scenario")) from None

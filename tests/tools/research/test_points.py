@@ -14,7 +14,7 @@ from support.graphs import chain
 from coordinator.models.graph_file import read_graph_file
 from tools.bench.results import RESULTS, load_result
 from tools.graph_models import NETWORKS
-from tools.research.points import COLUMNS, PointsRow
+from tools.research.partition import COLUMNS, PointsRow
 
 RECORDED = {row.graph: row for row in map(PointsRow.model_validate, load_result(RESULTS / "partition-points.json").raw)}
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from tools.bench.experiment import Context, Experiment, Named
 from tools.bench.generation import LLAMA
@@ -67,11 +67,9 @@ class OverheadRow(Record):
         return [seconds / tokens for seconds, tokens in zip(self.gateway_seconds, self.tokens, strict=True)]
 
 
-class HttpOverhead(Experiment):
+class HttpOverhead(Experiment[OverheadRow]):
     """One stream in pairs, then many streams at once."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(OverheadRow)
-    PAGE = "http"
     NAMED: ClassVar[Named] = {"http-overhead": {"title": "What the HTTP gateway adds"}}
 
     pairs: int = Field(300, ge=1)
@@ -153,11 +151,9 @@ class TurnRow(Record):
     disturbed: str = ""  # why times cannot be trusted
 
 
-class HttpTurns(Experiment):
+class HttpTurns(Experiment[TurnRow]):
     """A Llama of 330 million random weights, over the HTTP gateway."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(TurnRow)
-    PAGE = "http"
     NAMED: ClassVar[Named] = {"http-turns": {"title": "First token of Home Assistant's requests"}}
 
     rounds: int = Field(3, ge=1)

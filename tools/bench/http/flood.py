@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
-from pydantic import Field, TypeAdapter, field_validator
+from pydantic import Field, field_validator
 
 from tools.bench.experiment import Context, Experiment, Named, checked_names
 from tools.bench.http.home import chat_directory, http_home
@@ -63,11 +63,9 @@ class FloodRow(Record):
         return float(beside / alone)
 
 
-class Flood(Experiment):
+class Flood(Experiment[FloodRow]):
     """Each attack in turn on one home."""
 
-    ROW: ClassVar[TypeAdapter[Any]] = TypeAdapter(FloodRow)
-    PAGE = "http"
     NAMED: ClassVar[Named] = {
         "flood": {"title": "One hostile app beside one that behaves"},
         "flood-tls": {

@@ -23,7 +23,7 @@ from coordinator.plan.solution import SearchOptions
 from hearth.errors import BadSetting
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from tools.bench.experiment import Context, make_experiment, read_settings
-from tools.research.coarsening import (
+from tools.research.moirai import (
     SLOWDOWNS,
     Coarsening,
     CoarseningRow,

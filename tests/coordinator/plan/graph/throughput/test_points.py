@@ -12,7 +12,7 @@ from support.graphs import chain, from_edges, two_branches
 
 from coordinator.plan.graph.throughput.points import candidate_chain, candidate_points, fine_chain
 from hearth.plan.graph_spec import GraphSpec, Operator, Tensor
-from tools.research.points import published_points
+from tools.research.partition import published_points
 
 
 def graph(num_operators: int, edges: list[tuple[int, int]]) -> GraphSpec:
