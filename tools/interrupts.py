@@ -1,4 +1,4 @@
-"""Interrupt handling: the first Ctrl-C ends a benchmark at once, and the cleanup runs without further interrupts.
+"""Interrupt handling: the first Ctrl-C ends a command at once, and the cleanup runs without further interrupts.
 
 A KeyboardInterrupt raised at an arbitrary point can be lost (in the callbacks of an import) or leave an operation
 half done. So critical sections are `shielded`, and `check` raises an interrupt that was lost.
@@ -7,7 +7,9 @@ half done. So critical sections are `shielded`, and `check` raises an interrupt 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -42,6 +44,18 @@ def check() -> None:
     """Raise KeyboardInterrupt if a signal has arrived. Do not call it during cleanup."""
     if _state.requested:
         _raise()
+
+
+def run(app: Callable[[], None]) -> None:
+    """Run a command; an error of a program or file is one line, and cleanup is not interrupted."""
+    install()
+    try:
+        app()
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+    finally:
+        ignore()
 
 
 @contextmanager

@@ -150,7 +150,6 @@ def test_cut_link_blocks_traffic_but_keeps_connections(pair: Testbed) -> None:
     assert not pair.network.state("two").is_cut
 
 
-@pytest.mark.thorough
 def test_stations_share_their_medium_and_its_delay(tmp_path: Path) -> None:
     """Between stations everything crosses the air twice; to a wired device once. Each crossing takes 5 ms."""
     names = {"one": "wifi", "two": "wifi", "wired": None}
@@ -183,7 +182,6 @@ def test_link_rates_scale_with_device_speed(tmp_path: Path, monkeypatch: pytest.
         assert testbed.network.state("one").mbit == pytest.approx(40, rel=1e-4)
 
 
-@pytest.mark.thorough
 def test_device_speed_is_measured(tmp_path: Path) -> None:
     """Under the CPU quota: with 0.9 of a core each, so that it takes little longer than on whole cores."""
     pytest.importorskip("torch")
@@ -269,77 +267,39 @@ def cli(*arguments: str, expect: int = 0) -> str:
     return done.stdout if expect == 0 else done.stderr
 
 
-@pytest.fixture
-def scenario_file(tmp_path: Path) -> Iterator[Path]:
+def test_commands_start_and_stop_a_home(tmp_path: Path) -> None:
     path = tmp_path / "test-cli.toml"
     path.write_text(
         "scale_links = false\n"
         '[[devices]]\nname = "big"\ncpu_share = 0.5\nmemory = "1GiB"\nmbit = 200\n'
         '[[devices]]\nname = "small"\ncpu_share = 0.5\nmemory = "512MiB"\nmbit = 100\n'
     )
-    yield path
-    if any(running.scenario.name == "test-cli" for running in running_testbeds()):
-        cli("down", "test-cli")
-
-
-@pytest.mark.thorough
-def test_commands_start_and_stop_a_home(scenario_file: Path) -> None:
-    assert "can be emulated" in cli("up", str(scenario_file), "--mbit", "1e9", expect=1)
-    shown = cli("up", str(scenario_file), "--mbit", "80")
-    assert "1.00 GiB" in shown
-    assert "run -- hearth devices" in shown
-    assert "is up already" in cli("up", str(scenario_file), expect=1)
-    cli("link", "small", "--cut", "--scenario", "test-cli")
-    cli("cpu", "big", "0.4", "--scenario", "test-cli")
-    lines = [line for line in cli("status").splitlines() if "big" in line or "small" in line]
-    assert "0.40" in lines[0]
-    assert "80.0" in lines[0]
-    assert "cut" in lines[1]
-    cli("link", "small", "--mend", "--scenario", "test-cli")
-    found = json.loads(cli("run", "--scenario", "test-cli", "--", "hearth", "devices", "--json"))["devices"]
-    assert {device["name"]: device["telemetry"]["memory_total_bytes"] for device in found} == {
-        "big": 1 << 30,
-        "small": 512 << 20,
-    }
-    (running,) = (running for running in running_testbeds() if running.scenario.name == "test-cli")
-    pids = [int(pid) for pid in command("ip", "netns", "pids", f"ht{running.slot}-small").split()]
-    assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    assert "test-cli is down" in cli("down", "test-cli")
-    assert not Path(running.folder).exists()
-
-
-def test_ctrl_c_ends_all_processes_of_a_command(scenario_file: Path) -> None:
-    cli("up", str(scenario_file), "--mbit", "80")
-    program = "sleep 600 & sleep 600"
-    # SIG_DFL: if the tests run as a background job of a shell, SIGINT is ignored from the start.
-    waiting = subprocess.Popen(
-        [sys.executable, "-m", "tools.testbed", "run", "--scenario", "test-cli", "--device", "small", "--limited",
-         "sh", "-c", program],
-        cwd=REPOSITORY, start_new_session=True, preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
+    assert "can be emulated" in cli("up", str(path), "--mbit", "1e9", expect=1)
+    here = ("--scenario", "test-cli")
+    home = subprocess.Popen(
+        [sys.executable, "-m", "tools.testbed", "up", str(path), "--mbit", "80"], cwd=REPOSITORY,
+        stdout=subprocess.PIPE, env={**os.environ, "COLUMNS": "120"},
+        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
     )  # fmt: skip
-    (running,) = (running for running in running_testbeds() if running.scenario.name == "test-cli")
-
-    def begun() -> bool:
-        return names(running.slot).count("sleep") == 2
-
-    wait_for("the start of the command", begun)
-    os.killpg(waiting.pid, signal.SIGINT)  # as a terminal does
-    assert waiting.wait(60) == 130
-    assert not {"sleep", "sh"} & set(names(running.slot))
-    assert names(running.slot) != []  # the agent
-
-
-def names(slot: int) -> list[str]:
-    """Names of the processes on the device `small`."""
-    found = []
-    for pid in command("ip", "netns", "pids", f"ht{slot}-small").split():
-        try:
-            found.append(psutil.Process(int(pid)).name())
-        except psutil.NoSuchProcess:  # has just ended
-            continue
-    return found
+    try:
+        shown = [first_line(home) for _ in range(6)]
+        assert "1.00 GiB" in shown[2]
+        assert "80.0" in shown[2]
+        assert "cut" in cli("link", "small", "--cut", *here)
+        assert "cut" not in cli("link", "small", "--mend", *here)
+        found = json.loads(cli("run", *here, "--", "hearth", "devices", "--json"))["devices"]
+        assert {device["name"]: device["telemetry"]["memory_total_bytes"] for device in found} == {
+            "big": 1 << 30,
+            "small": 512 << 20,
+        }
+        (running,) = (running for running in running_testbeds() if running.scenario.name == "test-cli")
+        joined = cli("run", *here, "--device", "small", "--limited", "--", "sh", "-c", "echo $$ $ATEN_CPU_CAPABILITY")
+        assert joined.split()[1:] == ["default"]
+    finally:
+        home.send_signal(signal.SIGINT)
+        home.wait(60)
+    assert home.returncode == 0
+    assert not Path(running.folder).exists()
 
 
 @pytest.mark.parametrize(
@@ -347,8 +307,9 @@ def names(slot: int) -> list[str]:
     [
         (["up", "galaxy-z"], "neither a file nor a built-in scenario"),
         (["up", "galaxy-a", "--model", "/nowhere"], "/nowhere"),
-        (["down", "--scenario"], "No such option"),
+        (["down"], "No such command"),
         (["link", "m0"], "--mbit"),
+        (["run", "--scenario", "nowhere", "true"], "up SCENARIO"),
     ],
 )
 def test_invalid_input_is_reported_in_one_line(arguments: list[str], named: str) -> None:

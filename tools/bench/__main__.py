@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -145,17 +144,5 @@ def _print(summary: Summary) -> None:
         out.print(line, soft_wrap=True, markup=False)
 
 
-def main() -> None:
-    """Run the command; an error of a program or file is one line, and cleanup is not interrupted."""
-    interrupts.install()
-    try:
-        app()
-    except (OSError, subprocess.SubprocessError) as error:
-        err.print(f"[red]error:[/] {error}", soft_wrap=True)
-        raise SystemExit(1) from None
-    finally:
-        interrupts.ignore()
-
-
 if __name__ == "__main__":
-    main()
+    interrupts.run(app)

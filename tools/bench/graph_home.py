@@ -64,6 +64,11 @@ class Served(BaseModel):
         """predicted / measured - 1."""
         return self.predicted_seconds / self.median_seconds - 1
 
+    @property
+    def difference(self) -> float:
+        """The largest difference of an output from one device's, relative to its largest value."""
+        return max(each.difference for each in self.rounds)
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -83,7 +88,7 @@ class GraphHome(ClientProcess):
     """A graph on a started testbed with agents on all devices except the hub, and the client app that requests it."""
 
     def __init__(self, testbed: Testbed, model: Path, objective: Objective, report: Callable[[str], None]) -> None:
-        super().__init__(testbed, "graph_clients")
+        super().__init__(testbed, "load_clients")
         self._objective, self._report = objective, report
         self._options = [str(model), "--objective", objective]
         self._devices = agent_names(testbed)
@@ -121,7 +126,7 @@ class GraphHome(ClientProcess):
     ) -> Iterator[Served]:
         """Deploy and measure all candidates in rounds, equal plans once; then yield their rows.
 
-        `load`: arguments of `GraphClients.load`. Deploys at the scenario's rates, because loading on a slow link takes minutes.
+        `load`: arguments of `LoadClients.measure`. Deploys at the scenario's rates, because loading on a slow link takes minutes.
         """
         distinct: dict[tuple[object, ...], Candidate] = {}
         for candidate in candidates:
@@ -134,7 +139,7 @@ class GraphHome(ClientProcess):
                 with self._serving(candidate):
                     self._testbed.set_mbit(self._mbit)
                     self._report(f"{step}: measuring")
-                    measured = self.call("load", _LOAD_SECONDS, **load(candidate.plan))
+                    measured = self.call("measure", _LOAD_SECONDS, **load(candidate.plan))
                 candidate.served.rounds.append(Round.model_validate(measured))
         for candidate in candidates:
             yield distinct[candidate.key].served.model_copy(update={"label": candidate.served.label})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 import psutil
@@ -93,19 +93,34 @@ def calmest_of(measure: Callable[[], _Result], most_times: int) -> _Result:
 def interleaved(
     runs: Mapping[_Name, Callable[[], _Result]], rounds: int, report: Callable[[str], None]
 ) -> tuple[dict[_Name, list[_Result]], str]:
+    """`calmest_rounds` of just so many, and why their times cannot be trusted; empty if they can."""
+    found, load = calmest_rounds(runs, rounds, rounds, report)
+    return found, load.distrust
+
+
+def calmest_rounds(
+    runs: Mapping[_Name, Callable[[], _Result]], rounds: int, most_rounds: int, report: Callable[[str], None]
+) -> tuple[dict[_Name, list[_Result]], BackgroundLoad]:
     """Run all of `runs` in every round, in rotated order, after a warm-up round that does not count.
 
-    Returns the results of each by round, and why times cannot be trusted; empty if they can.
+    A round disturbed by the host or other programs is repeated, up to `most_rounds` in all. The rounds with the least
+    background load count, regardless of their times. Returns the results of each by round, and the load.
     """
     for run in runs.values():
         run()
-    found: dict[_Name, list[_Result]] = {name: [] for name in runs}
-    before = snapshot()
-    for index in range(rounds):
-        report(f"round {index + 1} of {rounds}")
-        for name in rotated(list(runs), index):
-            found[name].append(runs[name]())
-    return found, load_between([(before, snapshot())]).distrust
+    spans: list[tuple[Snapshot, Snapshot]] = []
+    results: list[dict[_Name, _Result]] = []
+    loads: list[BackgroundLoad] = []
+    while (calm := sum(not load.distrust for load in loads)) < rounds and len(loads) < most_rounds:
+        report(f"round {len(loads) + 1}, {calm} of {rounds} undisturbed")
+        before = snapshot()
+        results.append({name: runs[name]() for name in rotated(list(runs), len(loads))})
+        spans.append((before, snapshot()))
+        loads.append(load_between(spans[-1:]))
+    kept = calmest(loads, rounds)
+    load = load_between([spans[index] for index in kept])
+    found = {name: [results[index][name] for index in kept] for name in runs}
+    return found, replace(load, disturbed_rounds=len(loads) - len(kept))
 
 
 def foreign_seconds(before: Mapping[int, Process], after: Mapping[int, Process], our_pid: int) -> float:

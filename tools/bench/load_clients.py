@@ -1,11 +1,13 @@
-"""Client apps that ask without pause and check every answer: `python -m tools.bench.load_clients ipc://PATH KEY ADDRESS`.
+"""Client apps that ask and check every answer: `python -m tools.bench.load_clients ipc://PATH KEY ADDRESS`, on the hub.
 
-The references are the answers of the undisturbed home, which the same process asks for first.
+Under faults they ask without pause. The references are the answers of the undisturbed home, which the same process asks for
+first. `measure` times requests to a graph.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -111,6 +113,13 @@ def _far(answer: Any, reference: Any) -> str:
     return "" if far <= _TOLERANCE else f"off by {far:.1e}"
 
 
+def interval_seconds(done: Sequence[float]) -> float:
+    """Mean interval between answers of a full pipeline, from their times. Raises ValueError for fewer than two."""
+    if len(done) < 2:
+        raise ValueError("at least two answers are needed")
+    return (done[-1] - done[0]) / (len(done) - 1)
+
+
 class LoadClients(HomeClients):
     """Clients with a connection each, and a further one that asks for the home's state."""
 
@@ -120,6 +129,7 @@ class LoadClients(HomeClients):
         self._happened: list[Happened] = []
         self._clients: list[asyncio.Task[None]] = []
         self._observer: AsyncHome | None = None
+        self._outputs: dict[str, Any] = {}  # of the first answer that `measure` got
 
     async def prepare(self, loads: Sequence[str]) -> None:
         """Ask for the references of each load: embed, infer or generate. Of several, each has a model of its name."""
@@ -128,6 +138,35 @@ class LoadClients(HomeClients):
                 work = _WORKS[load](load if len(loads) > 1 else None)
                 await work.prepare(home)
                 self._loads.append((work, [await work.answer(home, item, lambda: None) for item in range(POOL_SIZE)]))
+
+    async def measure(self, at_once: int, warm_up: int, seconds: float = 0.0, count: int = 1) -> dict[str, Any]:
+        """Keep `at_once` equal requests to a graph running for `seconds`, and until `count` answers after `warm_up` ones.
+
+        Of these answers, `seconds`: the median latency of requests one by one, or the interval between answers of several at
+        once; `difference`: the largest of all from the first answer ever. Raises the errors of the client library.
+        """
+        loop, graph = asyncio.get_running_loop(), Inference(None)
+        done: list[float] = []
+        latencies: list[float] = []
+        differences: list[float] = []
+
+        async def ask(home: AsyncHome) -> None:
+            while len(done) < warm_up + count or loop.time() < done[warm_up] + seconds:
+                sent = loop.time()
+                outputs = await graph.answer(home, 0, lambda: None)
+                done.append(loop.time())
+                latencies.append(done[-1] - sent)
+                self._outputs = self._outputs or outputs
+                differences.extend(largest_difference(outputs[name], each) for name, each in self._outputs.items())
+
+        async with await self.connected() as home:
+            await graph.prepare(home)
+            await asyncio.gather(*(ask(home) for _ in range(at_once)))
+        return {
+            "seconds": statistics.median(latencies[warm_up:]) if at_once == 1 else interval_seconds(done[warm_up:]),
+            "answers": len(done) - warm_up,
+            "difference": max(differences),
+        }
 
     def use(self, addresses: str) -> None:
         """Connect to these coordinators from now on: hosts separated by commas."""

@@ -7,12 +7,12 @@ import math
 import shutil
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -23,7 +23,7 @@ from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_bytes
 from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel, Traces
-from tools.bench.load import BackgroundLoad, Snapshot, calmest, load_between, snapshot
+from tools.bench.load import BackgroundLoad, calmest_rounds
 from tools.bench.plans import (
     GLOO,
     REFERENCE,
@@ -38,7 +38,7 @@ from tools.bench.plans import (
 )
 from tools.bench.profiles import Profiles, Report
 from tools.bench.shapes import Shape, save_random_model
-from tools.bench.stats import paired_ratio, rotated
+from tools.bench.stats import paired_ratio
 from tools.interrupts import shielded
 from tools.testbed import Scenario, Testbed
 
@@ -296,40 +296,25 @@ class Bench:
 
     # ---- the rounds -----------------------------------------------------------------------------------------------
 
-    def _rounds(self, runs: Sequence[_Steps], rounds: int) -> BackgroundLoad:
-        """Run a warm-up round, the measured rounds, then a traced step, which is not timed.
+    def _rounds(self, steps: Sequence[_Steps], rounds: int) -> BackgroundLoad:
+        """Measure the steps in rounds, then run a traced step of each, which is not timed.
 
-        After its step, each plan's computations run once more without communication, for its bound.
-
-        A round disturbed by the host or other programs is repeated, up to twice the number of rounds in all, unless the
-        experiment says otherwise. The rounds with the least background load count, regardless of their times.
+        In each round, each plan's computations run once more without communication, for its bound.
         """
+        runs: dict[str, Callable[[], Any]] = {}
+        for each in steps:
+            runs[each.key] = partial(self._step, each)
+            if each.computations is not None:
+                runs.setdefault(each.computations, partial(self._engine.compute, each.key, each.seq_len))
         most_rounds = rounds * (_MOST_ROUNDS if self._repeat_disturbed else 1)
-        for run in runs:
-            self._step(run)
-        spans: list[tuple[Snapshot, Snapshot]] = []
-        loads: list[BackgroundLoad] = []
-        samples: list[dict[str, Sample]] = []  # by round and key
-        computed: list[dict[str, Traces]] = []  # by round and what is computed
-        while (calm := sum(not load.distrust for load in loads)) < rounds and len(spans) < most_rounds:
-            self._report(f"{self.scenario.name}: round {len(spans) + 1}, {calm} of {rounds} undisturbed")
-            before = snapshot()
-            samples.append({})
-            computed.append({})
-            for run in rotated(runs, len(spans)):
-                samples[-1][run.key] = self._step(run)
-                if run.computations is not None and run.computations not in computed[-1]:
-                    computed[-1][run.computations] = self._engine.compute(run.key, run.seq_len)
-            spans.append((before, snapshot()))
-            loads.append(load_between(spans[-1:]))
-        kept = calmest(loads, rounds)
-        for run in runs:
-            run.samples += [samples[index][run.key] for index in kept]
-            if run.computations is not None:
-                run.computed += [computed[index][run.computations] for index in kept]
-            run.traced = run.samples[-1] if run.plan is None else self._engine.run(run.key, run.seq_len, True)
-        load = load_between([spans[index] for index in kept])
-        return replace(load, disturbed_rounds=len(spans) - len(kept))
+        found, load = calmest_rounds(
+            runs, rounds, most_rounds, lambda line: self._report(f"{self.scenario.name}: {line}")
+        )
+        for each in steps:
+            each.samples += found[each.key]
+            each.computed += found.get(each.computations or "", [])
+            each.traced = each.samples[-1] if each.plan is None else self._engine.run(each.key, each.seq_len, True)
+        return load
 
     def _step(self, run: _Steps) -> Sample:
         if run.plan is None:

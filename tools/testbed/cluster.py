@@ -42,21 +42,20 @@ class Testbed:
     """Sets up a testbed, starts programs in it and removes it. The context manager removes it after errors too.
 
     An interrupt (`tools.interrupts`) takes effect after the networks have been set up or removed. Raises BadSetting: not
-    root, a missing core, more memory than the machine has, a scenario that is already running.
+    root, a missing core, more memory than the machine has.
     """
 
     __test__ = False  # not a test case; the name makes pytest collect it
     network: Network  # set by `up`
     cgroups: dict[str, DeviceCgroup]  # by device; set by `up`
 
-    def __init__(self, scenario: Scenario, folder: Path, owned: bool = True, tree: Path | None = None) -> None:
-        """`owned`: ends with this process, otherwise with `down`. `tree`: run programs from this checkout of Hearth."""
+    def __init__(self, scenario: Scenario, folder: Path, tree: Path | None = None) -> None:
+        """`tree`: run programs from this checkout of Hearth."""
         self.scenario = scenario
         self.folder = folder
         self.key = folder / "home.key"
         self.link_scale = 1.0  # real rate of a link / the scenario's; set by `calibrate`
         self._names = [device.name for device in scenario.devices]
-        self._owned = owned
         self._tree = tree
         self._tree_environment = {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"} if tree else {}
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -65,7 +64,7 @@ class Testbed:
     @classmethod
     def attached(cls, running: Running) -> Testbed:
         """A testbed that another process has started."""
-        testbed = cls(running.scenario, Path(running.folder), owned=False)
+        testbed = cls(running.scenario, Path(running.folder))
         testbed._attach(running.slot)
         return testbed
 
@@ -89,7 +88,7 @@ class Testbed:
             self.down()
 
     def up(self) -> None:
-        """Create networks and cgroups. Raises BadSetting if this is not possible or the scenario is already running.
+        """Create networks and cgroups. Raises BadSetting if this is not possible.
 
         Call `down` after an error too.
         """
@@ -97,7 +96,7 @@ class Testbed:
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked():
             remove_orphans()
-            self._attach(claim(self.scenario, self.folder, self._owned).slot)
+            self._attach(claim(self.scenario, self.folder).slot)
         media = {medium.name: medium for medium in self.scenario.media}
         self.network.create(
             {device.name: device.mbit for device in self.scenario.devices},
@@ -119,7 +118,6 @@ class Testbed:
                 ["ip", "netns", "exec", self.network.namespace(SWITCH), sys.executable, "-m", "tools.testbed.relay",
                  medium.model_dump_json(), str(started), *ends],
                 cwd=_REPOSITORY, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=not self._owned,
             )  # fmt: skip
         self._processes.append(relay)
 
@@ -162,7 +160,7 @@ class Testbed:
         if self._slot is None:
             return
         for number in (signal.SIGTERM, signal.SIGKILL):
-            self.stop(self._all_pids, number, _STOP_SECONDS)
+            self._stop(number)
         for process in self._processes:  # one that is ending has left its namespace already
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_STOP_SECONDS)
@@ -180,19 +178,13 @@ class Testbed:
         """Processes of all devices, and the relays in the switch's namespace."""
         return {*self.network.pids(SWITCH), *(pid for name in self._names for pid in self.pids(name))}
 
-    def stop(self, find: Callable[[], set[int]], number: int, seconds: float) -> bool:
-        """Signal all processes that `find` returns, also later ones; returns whether none is left within `seconds`.
-
-        Signal 0 only waits for their end.
-        """
-        deadline = time.monotonic() + seconds
+    def _stop(self, number: int) -> None:
+        """Signal all processes, also later ones, and wait for their end."""
+        deadline = time.monotonic() + _STOP_SECONDS
         signalled: set[int] = set()
-        while True:
+        while (pids := self._all_pids()) and time.monotonic() < deadline:
             for process in self._processes:
                 process.poll()  # reaps it
-            pids = find()
-            if not pids or time.monotonic() > deadline:
-                return not pids
             for pid in pids - signalled:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
@@ -266,6 +258,14 @@ class Testbed:
         self._processes.append(process)
         return process
 
+    def execute(self, name: str, *arguments: str, limited: bool) -> None:
+        """Become a program on a device, which finds its key and the coordinator's state."""
+        device = self.device(name)
+        if limited:
+            _join(self.cgroups[name].procs_files(memory_limited=True), device.core)
+        limits = device.environment if limited else {}
+        os.execvpe("ip", self.command(name, *arguments), {**os.environ, **limits, **self.environment()})
+
     # ---- the programs ---------------------------------------------------------------------------------------------
 
     def start_agents(self) -> None:
@@ -334,9 +334,8 @@ class Testbed:
     def _logged(self, device: str, log: str, limited: bool, *arguments: str) -> subprocess.Popen[bytes]:
         with (self.folder / log).open("ab") as output:
             return self.popen(
-                device, *arguments, limited=limited, stdout=output, stderr=output, stdin=subprocess.DEVNULL,
-                start_new_session=not self._owned,
-            )  # fmt: skip
+                device, *arguments, limited=limited, stdout=output, stderr=output, stdin=subprocess.DEVNULL
+            )
 
 
 def what_is_missing() -> str:

@@ -25,16 +25,12 @@ class Running(BaseModel):
     slot: int
     scenario: Scenario
     folder: str
-    owner_pid: int | None  # process with which the testbed ends; None: `down` ends it
+    owner_pid: int  # process with which the testbed ends
     owner_ticks: int | None  # start time of that process, since pids are reused
 
     @property
-    def detached(self) -> bool:
-        return self.owner_pid is None
-
-    @property
     def orphaned(self) -> bool:
-        return self.owner_pid is not None and start_ticks(self.owner_pid) != self.owner_ticks
+        return start_ticks(self.owner_pid) != self.owner_ticks
 
 
 @contextmanager
@@ -57,17 +53,15 @@ def running_testbeds() -> list[Running]:
     return found
 
 
-def claim(scenario: Scenario, folder: Path, owned: bool) -> Running:
-    """Claim a free slot while holding `locked`. Raises BadSetting: none is free, or the scenario is already running."""
-    if not owned and any(other.detached and other.scenario.name == scenario.name for other in running_testbeds()):
-        reason = "it is up already; `python -m tools.testbed down` ends it"
-        raise BadSetting(setting=f"scenario {scenario.name}", reason=reason)
+def claim(scenario: Scenario, folder: Path) -> Running:
+    """Claim a free slot while holding `locked`. Raises BadSetting if none is free."""
     slot = next((slot for slot in range(_MAX_SLOTS) if not _path(slot).exists()), None)
     if slot is None:
-        raise BadSetting(setting="the testbed", reason=f"{_MAX_SLOTS} of them are up; take one down first")
-    owner = os.getpid() if owned else None
-    ticks = start_ticks(owner) if owner else None
-    running = Running(slot=slot, scenario=scenario, folder=str(folder), owner_pid=owner, owner_ticks=ticks)
+        raise BadSetting(setting="the testbed", reason=f"{_MAX_SLOTS} of them are up; end one first")
+    owner = os.getpid()
+    running = Running(
+        slot=slot, scenario=scenario, folder=str(folder), owner_pid=owner, owner_ticks=start_ticks(owner)
+    )
     _path(running.slot).write_text(running.model_dump_json())
     return running
 
