@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +19,6 @@ from hearth.errors import BadSetting
 from hearth.validation import first_error
 from tools import interrupts
 from tools.bench.experiment import Context, make_experiment, names, page_of, read_settings
-from tools.bench.measure import temporary_folder
 from tools.bench.results import (
     RESULTS,
     Result,
@@ -83,13 +83,16 @@ def run(
     check_writable("--out", path)
     rows: list[Any] = []
     summary = Summary()
-    with temporary_folder() as folder, Status("", console=err) as status:
+    with (
+        tempfile.TemporaryDirectory(prefix="hearth-bench-", ignore_cleanup_errors=True) as folder,
+        Status("", console=err) as status,
+    ):
 
         def show(step: str) -> None:
             interrupts.check()
             status.update(step)
 
-        for row in experiment.measure(Context(folder, show, known)):
+        for row in experiment.measure(Context(Path(folder), show, known)):
             rows.append(row)
             summary = experiment.summary(rows)
             result.raw = tuple(row.model_dump(mode="json") for row in rows)
@@ -113,28 +116,27 @@ def report() -> None:
         result = load_result(path)
         age = measured_ago(result.commit)
         out.print(f"{path.stem:24} {result.date}  {age.text}", soft_wrap=True, markup=False)
-        for fault in filter(None, (age.fault, _summarise(result))):
-            err.print(f"[red]error:[/] {path.name}: {fault}", soft_wrap=True)
+        summary, fault = _summarise(result)
+        for each in filter(None, (age.fault, fault)):
+            err.print(f"[red]error:[/] {path.name}: {each}", soft_wrap=True)
             faults += 1
-        pages[page_of(result.experiment)].append(result.markdown())
+        pages[page_of(result.experiment)].append(result.markdown(summary))
     for page, sections in pages.items():
         (RESULTS / f"{page}.md").write_text("\n".join([f"# Results: {page}\n", *sections]))
     if faults:
         raise typer.Exit(1)
 
 
-def _summarise(result: Result) -> str:
-    """Make a result's tables from its raw rows, which stay as they were measured. Returns why it cannot; empty if it can."""
+def _summarise(result: Result) -> tuple[Summary, str]:
+    """The tables of a result's raw rows, and why there are none; empty if there are."""
     if not result.raw:
-        return "it has no raw rows and has to be measured again"
+        return Summary(), "it has no raw rows and has to be measured again"
     try:
         experiment = make_experiment(result.settings)
-        summary = experiment.summary(experiment.read_rows(result.raw))
+        return experiment.summary(experiment.read_rows(result.raw)), ""
     except (BadSetting, ValidationError) as error:
         reason = first_error(error, "row") if isinstance(error, ValidationError) else error
-        return f"it is of an older version and has to be measured again: {reason}"
-    result.conclusions, result.tables = summary.conclusions, summary.tables
-    return ""
+        return Summary(), f"it is of an older version and has to be measured again: {reason}"
 
 
 def _print(summary: Summary) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from enum import Enum, auto
 from typing import TypeAlias
 
 from hearth.plan.phases import Phase, TaskKind, Work
@@ -23,26 +22,15 @@ from hearth.wire.messages import TraceEvent
 Events = Sequence[TraceEvent]
 
 
-class LayerPart(Enum):
-    """A part of a layer whose transfers can hide behind its computations."""
+_Part: TypeAlias = tuple[int | None, str | TaskKind]  # layer, and part or kind of work in it
 
-    ENTER_ATTENTION = auto()
-    LEAVE_ATTENTION = auto()
-    MLP = auto()
-    KEYS_AND_VALUES = auto()
-
-
-_Part: TypeAlias = tuple[int | None, LayerPart | TaskKind]  # layer, and part or kind of work in it
-
-# A transfer belongs to the part of its work. Every other kind of task is a separate part.
-LAYER_PARTS: Mapping[TaskKind | None, LayerPart] = {
-    Work.QKV: LayerPart.ENTER_ATTENTION,
-    Work.ATTENTION: LayerPart.LEAVE_ATTENTION,
-    Work.OUT: LayerPart.LEAVE_ATTENTION,
-    Work.UP: LayerPart.MLP,
-    Work.DOWN: LayerPart.MLP,
-    Phase.GATHER_KEYS: LayerPart.KEYS_AND_VALUES,
-    Phase.GATHER_VALUES: LayerPart.KEYS_AND_VALUES,
+# The parts of a layer whose transfers can hide behind their computations. A transfer belongs to the part of its work. Every
+# other kind of task is a separate part.
+LAYER_PARTS: Mapping[TaskKind | None, str] = {
+    Work.QKV: "enter attention",
+    **dict.fromkeys((Work.ATTENTION, Work.OUT), "leave attention"),
+    **dict.fromkeys((Work.UP, Work.DOWN), "MLP"),
+    **dict.fromkeys((Phase.GATHER_KEYS, Phase.GATHER_VALUES), "keys and values"),
 }
 
 
@@ -71,6 +59,6 @@ def _parts(events: Events, bytes_per_second: float) -> dict[_Part, float]:
     return {part: max(seconds.values()) for part, seconds in lanes.items()}
 
 
-def _layer_part(kind: TaskKind) -> LayerPart | TaskKind:
+def _layer_part(kind: TaskKind) -> str | TaskKind:
     work = kind.work if isinstance(kind, Phase) else kind
     return LAYER_PARTS.get(work) or LAYER_PARTS.get(kind) or kind

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import ClassVar
 from xml.etree import ElementTree
 
 from hearth.errors import BadSetting, InternalError
@@ -59,25 +59,20 @@ class Exactness(Experiment[ExactnessRow]):
     def summary(self, rows: Sequence[ExactnessRow]) -> Summary:
         tokens, equal = sum(row.num_tokens for row in rows), sum(row.num_equal for row in rows)
         largest = max(row.largest_difference for row in rows)
+        columns: Mapping[str, Callable[[Sequence[ExactnessRow]], object]] = {
+            "family, widths of": lambda found: found[0].family,
+            "plans": len,
+            "tokens equal": lambda found: (
+                f"{sum(row.num_equal for row in found)} of {sum(row.num_tokens for row in found)}"
+            ),
+            "largest logit difference": lambda found: f"{max(row.largest_difference for row in found):.1e}",
+        }
         by_family = [[row for row in rows if row.family == name] for name in dict.fromkeys(row.family for row in rows)]
-        table = Table.of(
-            "Every strategy against transformers",
-            ["family, widths of", "plans", "tokens equal", "largest logit difference"],
-            [
-                (
-                    found[0].family,
-                    len(found),
-                    f"{sum(row.num_equal for row in found)} of {sum(row.num_tokens for row in found)}",
-                    f"{max(row.largest_difference for row in found):.1e}",
-                )
-                for found in by_family
-            ],
-        )
         return Summary(
             conclusions=(
                 f"{equal} of {tokens} tokens of {len(rows)} plans are those of transformers",
                 f"the largest difference of a logit is {largest:.1e}",
             ),
-            tables=(table,),
+            tables=(Table.of_columns("Every strategy against transformers", columns, by_family),),
             failure="" if equal == tokens else "tokens differ from those of transformers",
         )

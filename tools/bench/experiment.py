@@ -61,7 +61,9 @@ class Experiment(BaseModel, ABC, Generic[R]):
     @classmethod
     def read_rows(cls, raw: Iterable[Mapping[str, Any]]) -> list[R]:
         """The rows of a result file. Raises ValidationError."""
-        (kind,) = next(args for base in cls.__mro__ if (args := vars(base).get("__pydantic_generic_metadata__", {}).get("args")))
+        (kind,) = next(
+            args for base in cls.__mro__ if (args := vars(base).get("__pydantic_generic_metadata__", {}).get("args"))
+        )
         return [kind.model_validate(row) for row in raw]
 
 

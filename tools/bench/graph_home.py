@@ -126,7 +126,7 @@ class GraphHome(ClientProcess):
     ) -> Iterator[Served]:
         """Deploy and measure all candidates in rounds, equal plans once; then yield their rows.
 
-        `load`: arguments of `LoadClients.measure`. Deploys at the scenario's rates, because loading on a slow link takes minutes.
+        `load`: arguments of `LoadClients.measure`. Deploys at the scenario's rates: loading on a slow link takes minutes.
         """
         distinct: dict[tuple[object, ...], Candidate] = {}
         for candidate in candidates:

@@ -46,7 +46,6 @@ _WARM_UP = 2  # uncounted answers, in multiples of the requests in flight: fills
 class _Graphs(Experiment[Served]):
     """Settings of both kinds."""
 
-
     rounds: int = Field(3, ge=1)  # each plan is deployed and measured once per round
     time_limit: float = Field(10.0, gt=0)  # seconds of each plan search
 

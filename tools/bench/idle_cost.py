@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import psutil
 from pydantic import Field
@@ -96,13 +96,9 @@ def _tables(row: IdleRow) -> Iterator[Table]:
     roles = sorted({process.role for process in after.processes})
     yield Table.of_columns(f"Idle home that serves the model of: {row.load}", columns, roles)
     sent = {name: (num - row.before.sent_bytes[name]) / row.minutes for name, num in after.sent_bytes.items()}
-    figures = [
-        *((f"sent by {name} in a minute", format_bytes(num)) for name, num in sent.items()),
-        (
-            "stores, all devices",
-            f"{format_bytes(after.store_bytes)} ({after.store_bytes / max(row.model_bytes, 1):.2f} x the model)",
-        ),
-    ]
+    stored = f"{format_bytes(after.store_bytes)} ({after.store_bytes / max(row.model_bytes, 1):.2f} x the model)"
+    figures = [(f"sent by {name} in a minute", format_bytes(num)) for name, num in sent.items()]
+    figures.append(("stores, all devices", stored))
     yield Table.of(f"Idle home, {row.load}: traffic and disk", ("figure", "measured"), figures)
 
 
@@ -124,19 +120,12 @@ def take_census(testbed: Testbed, seconds: float) -> Census:
 def _use_of(device: str, pid: int) -> ProcessUse | None:
     try:
         process = psutil.Process(pid)
-        role = role_of(process.cmdline())
-        if not role:
-            return None
-        cpu_seconds = sum(process.cpu_times()[:2])
-        return ProcessUse(
-            device=device,
-            role=role,
-            pid=pid,
-            cpu_seconds=cpu_seconds,
-            proportional_bytes=process.memory_full_info().pss,
-        )
+        role, seconds, used = role_of(process.cmdline()), process.cpu_times(), process.memory_full_info()
     except psutil.NoSuchProcess:
         return None
+    cpu_seconds = seconds.user + seconds.system
+    use = ProcessUse(device=device, role=role, pid=pid, cpu_seconds=cpu_seconds, proportional_bytes=used.pss)
+    return use if role else None
 
 
 def role_of(command: Sequence[str]) -> str:

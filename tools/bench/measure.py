@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -39,7 +38,6 @@ from tools.bench.plans import (
 from tools.bench.profiles import Profiles, Report
 from tools.bench.shapes import Shape, save_random_model
 from tools.bench.stats import paired_ratio
-from tools.interrupts import shielded
 from tools.testbed import Scenario, Testbed
 
 MIN_ROUNDS = 5  # least number of measured rounds of a setting
@@ -126,17 +124,6 @@ class Models:
             at.mkdir(parents=True)
             self._made[key] = StoredModel(save_random_model(at, config), at.parent / "store")
         return self._made[key]
-
-
-@contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """A temporary folder for models. Raises BadSetting if the disk is full."""
-    folder = Path(tempfile.mkdtemp(prefix="hearth-bench-"))
-    try:
-        yield folder
-    finally:
-        with shielded():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def emulated(scenario: Scenario, folder: Path, real_mbit: bool, tree: Path | None = None) -> Testbed:

@@ -67,9 +67,7 @@ class Summary(Record):
 
 
 class Result(BaseModel):
-    """One run of an experiment. Conclusions and tables are made of the raw rows, and only saved where there are none."""
-
-    model_config = ConfigDict(extra="forbid")
+    """One run of an experiment. Its page is made of the raw rows."""
 
     experiment: str
     title: str
@@ -78,23 +76,19 @@ class Result(BaseModel):
     date: str
     machine: str
     settings: dict[str, Any] = {}
-    conclusions: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
-    remarks: tuple[str, ...] = ()
     raw: tuple[dict[str, Any], ...] = ()
 
     def save(self, path: Path) -> None:
         """Write the file atomically, so that an interrupt leaves the old one. Numbers get six significant digits."""
-        made = {"conclusions", "tables"} if self.raw else None
-        fields = json.loads(self.model_dump_json(exclude=made), parse_float=lambda text: float(f"{float(text):.6g}"))
+        fields = json.loads(self.model_dump_json(), parse_float=lambda text: float(f"{float(text):.6g}"))
         write_atomically(path, (json.dumps(fields, separators=(",", ":"), ensure_ascii=False) + "\n").encode())
 
-    def markdown(self) -> str:
+    def markdown(self, summary: Summary) -> str:
         """The section of its page."""
         parts = [f"## {self.title}", f"`{self.command}`, commit {self.commit}, {self.date}. {self.machine}."]
-        if self.conclusions:
-            parts.append("\n".join(f"- {line}" for line in self.conclusions))
-        return "\n\n".join([*parts, *(table.markdown() for table in self.tables), *self.remarks]) + "\n"
+        if summary.conclusions:
+            parts.append("\n".join(f"- {line}" for line in summary.conclusions))
+        return "\n\n".join([*parts, *(table.markdown() for table in summary.tables)]) + "\n"
 
 
 def load_result(path: Path) -> Result:

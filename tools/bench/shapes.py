@@ -40,7 +40,7 @@ class Shape:
         return FAMILIES[self.config["model_type"]].config
 
 
-# The configuration that all sizes of a family share; what is missing here has the value that transformers takes by default.
+# The configuration that all sizes of a family share; what is missing has the value that transformers takes by default.
 _SHARED: Mapping[str, Mapping[str, Any]] = {
     "bert": {"vocab_size": 30522, "max_position_embeddings": 512},
     "gpt2": {"vocab_size": 50257, "n_positions": 1024},
@@ -55,17 +55,11 @@ def _shape(name: str, family: str, layers: int, heads: int, hidden: int) -> Shap
     return Shape(name, {"model_type": family, **config, **_SHARED[family]})
 
 
-SHAPES: dict[str, Shape] = {
-    shape.name: shape
-    for shape in (
-        _shape("distilbert", "bert", 6, 12, 768),
-        _shape("bert-base", "bert", 12, 12, 768),
-        _shape("bert-large", "bert", 24, 16, 1024),
-        _shape("gpt2-large", "gpt2", 36, 20, 1280),
-        _shape("opt-large", "opt", 24, 16, 2048),
-        _shape("opt-xl", "opt", 32, 32, 2560),
-    )
-}
+_PAPER = (
+    ("distilbert", "bert", 6, 12, 768), ("bert-base", "bert", 12, 12, 768), ("bert-large", "bert", 24, 16, 1024),
+    ("gpt2-large", "gpt2", 36, 20, 1280), ("opt-large", "opt", 24, 16, 2048), ("opt-xl", "opt", 32, 32, 2560),
+)  # fmt: skip
+SHAPES = {name: _shape(name, *sizes) for name, *sizes in _PAPER}
 
 
 def find_shape(name_or_path: str) -> Shape:

@@ -47,7 +47,7 @@ def chain_extents(rows: int) -> Extents:
     return {"i": rows, "j": rows, "k": rows}
 
 
-def _llama_extents(rows: int, hidden: int, heads: int, feed_forward: int, vocabulary: int) -> Extents:
+def llama_extents(rows: int, hidden: int, heads: int, feed_forward: int, vocabulary: int) -> Extents:
     """One decoder layer of Llama over a prompt, batch 1; only Llama-layer has a vocabulary."""
     width = hidden // heads
     return {
@@ -56,14 +56,9 @@ def _llama_extents(rows: int, hidden: int, heads: int, feed_forward: int, vocabu
     }  # fmt: skip
 
 
-PAPER = GraphSizes(
-    chain_extents(10_000),
-    {"b": 2**15, "k": 2**5, "c": 2**5, "j": 2**16},
-    _llama_extents(4096, 4096, 32, 11_008, 32_000),
-)
 # Seconds of transfers over seconds of compute are those of the paper, on four devices of 15 GFLOP/s and gigabit links.
 HOME = GraphSizes(
-    chain_extents(2000), {"b": 4096, "k": 64, "c": 64, "j": 8192}, _llama_extents(512, 1024, 16, 2816, 32_000)
+    chain_extents(2000), {"b": 4096, "k": 64, "c": 64, "j": 8192}, llama_extents(512, 1024, 16, 2816, 32_000)
 )
 
 

@@ -3,8 +3,8 @@
 `moirai`: the latency planner and the paper's baselines on published placement problems, on one simulator.
 
 `coarsening`: gains and losses of Moirai's coarsening (GCOF) on ONNX files. Every graph is timed on this machine by the agents'
-profiler. The assumed devices are slower by fixed factors and have fixed links. The plan of the coarsened graph is simulated on the
-original one, so that both plans are priced alike.
+profiler. The assumed devices are slower by fixed factors and have fixed links. The plan of the coarsened graph is simulated on
+the original one, so that both plans are priced alike.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
@@ -222,7 +222,9 @@ class Coarsening(Experiment[CoarseningRow]):
         )
 
     def summary(self, rows: Sequence[CoarseningRow]) -> Summary:
-        table = Table.of_columns("Moirai's plans of each graph, as it is (fine) and coarsened", _COARSENING_COLUMNS, rows)
+        table = Table.of_columns(
+            "Moirai's plans of each graph, as it is (fine) and coarsened", _COARSENING_COLUMNS, rows
+        )
         proven = [row for row in rows if row.fine.proven and row.coarse.proven]  # neither search reached the time limit
         said = []
         if proven:

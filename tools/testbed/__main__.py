@@ -65,7 +65,9 @@ def up(
             testbed.start_coordinator(str(model.resolve()), "--min-devices", str(len(chosen.devices)))
         _print_devices(testbed)
         link = f"{_COMMAND} link {chosen.devices[-1].name} --mbit 20"
-        out.print(f"\nin another terminal: `{_COMMAND} run -- hearth devices`, `{link}`; logs: {folder}", soft_wrap=True)
+        out.print(
+            f"\nin another terminal: `{_COMMAND} run -- hearth devices`, `{link}`; logs: {folder}", soft_wrap=True
+        )
         with suppress(KeyboardInterrupt):
             signal.pause()
 

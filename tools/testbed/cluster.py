@@ -25,8 +25,7 @@ from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup, writable
 from tools.testbed.medium import Medium
 from tools.testbed.network import SWITCH, Network
 from tools.testbed.registry import Running, claim, locked, release, running_testbeds
-from tools.testbed.scenario import NOMINAL_CORE_SECONDS, EmulatedDevice, Scenario
-from tools.testbed.scenario import tomllib
+from tools.testbed.scenario import NOMINAL_CORE_SECONDS, EmulatedDevice, Scenario, tomllib
 
 _STOP_SECONDS = 5.0  # that programs get to end after SIGTERM
 _CALIBRATION_SECONDS = 60.0  # timeout on a whole core, importing torch included

@@ -59,9 +59,7 @@ def claim(scenario: Scenario, folder: Path) -> Running:
     if slot is None:
         raise BadSetting(setting="the testbed", reason=f"{_MAX_SLOTS} of them are up; end one first")
     owner = os.getpid()
-    running = Running(
-        slot=slot, scenario=scenario, folder=str(folder), owner_pid=owner, owner_ticks=start_ticks(owner)
-    )
+    running = Running(slot=slot, scenario=scenario, folder=str(folder), owner_pid=owner, owner_ticks=start_ticks(owner))
     _path(running.slot).write_text(running.model_dump_json())
     return running
 

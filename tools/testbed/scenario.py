@@ -21,7 +21,9 @@ from tools.testbed.medium import Medium
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli
+
+    tomllib = tomli
 
 SCENARIOS = Path(__file__).parent / "scenarios"
 # Seconds of one BERT-Large encoder layer (284 rows, one thread) on a whole core of the machine on which the scenarios'

@@ -15,17 +15,24 @@ from tools.research.graphs import (
     GRAPHS,
     HOME,
     HOMES,
-    PAPER,
     GraphName,
+    GraphSizes,
     HomeName,
     TensorHome,
     chain_extents,
     chain_mm,
+    llama_extents,
     tensor_graph,
 )
 from tools.research.sharding import ShardedGraph
 
 _WL_ROUNDS = 14
+# The authors' sizes.
+PAPER = GraphSizes(
+    chain_extents(10_000),
+    {"b": 2**15, "k": 2**5, "c": 2**5, "j": 2**16},
+    llama_extents(4096, 4096, 32, 11_008, 32_000),
+)
 
 # Blocks of inputs, vertices, edges, and `structure` with the published costs, of the authors' files. Both graphs of a layer
 # have two more inputs there than blocks of weights and of x: here the positions and the rotary table.
