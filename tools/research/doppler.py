@@ -240,35 +240,26 @@ def _worse(rows: Sequence[DopplerRow]) -> list[GraphName]:
 # ---- the paper's figures: milliseconds, the mean of ten runs of the best assignment that each method found --------------
 
 _Figures = Mapping[GraphName, Mapping[str, float]]
+_PAPERS_METHODS = (
+    "local", "critical-path", "placeto", "enumerative", _STAGE_III, "doppler-sim", "sel-only", "plc-only",
+)  # fmt: skip
+
+
+def _figures(by_graph: Mapping[GraphName, Sequence[float]]) -> _Figures:
+    return {graph: dict(zip(_PAPERS_METHODS, figures, strict=False)) for graph, figures in by_graph.items()}
+
+
 # Four P100 with 16 GB each.
-_FOUR: _Figures = {
-    "chain-mm": {
-        "local": 439.9, "critical-path": 230.4, "placeto": 137.1, "enumerative": 139.0, "doppler-sim": 122.5,
-        "doppler-sys": 123.4, "sel-only": 127.0, "plc-only": 121.6,
-    },
-    "ffnn": {
-        "local": 148.5, "critical-path": 217.8, "placeto": 126.3, "enumerative": 50.2, "doppler-sim": 49.9,
-        "doppler-sys": 47.4, "sel-only": 59.1, "plc-only": 63.2,
-    },
-    "llama-block": {
-        "local": 462.8, "critical-path": 230.9, "placeto": 411.5, "enumerative": 172.7, "doppler-sim": 191.5,
-        "doppler-sys": 160.3, "sel-only": 175.6, "plc-only": 172.9,
-    },
-    "llama-layer": {
-        "local": 483.2, "critical-path": 292.6, "placeto": 295.1, "enumerative": 174.8, "doppler-sim": 167.0,
-        "doppler-sys": 150.6, "sel-only": 161.7, "plc-only": 159.5,
-    },
-}  # fmt: skip
-# The same with 8 GB each.
-_HALVED: _Figures = {
-    "chain-mm": {
-        "local": 439.8, "critical-path": 310.0, "placeto": 243.5, "enumerative": 133.5, "doppler-sys": 122.6
-    },
-    "ffnn": {"local": 148.2, "critical-path": 225.8, "placeto": 126.8, "enumerative": 49.2, "doppler-sys": 46.0},
-    "llama-block": {
-        "local": 465.1, "critical-path": 216.8, "placeto": 433.5, "enumerative": 233.8, "doppler-sys": 190.2
-    },
-    "llama-layer": {
-        "local": 482.6, "critical-path": 292.5, "placeto": 302.1, "enumerative": 172.8, "doppler-sys": 154.0
-    },
-}  # fmt: skip
+_FOUR = _figures({
+    "chain-mm": (439.9, 230.4, 137.1, 139.0, 123.4, 122.5, 127.0, 121.6),
+    "ffnn": (148.5, 217.8, 126.3, 50.2, 47.4, 49.9, 59.1, 63.2),
+    "llama-block": (462.8, 230.9, 411.5, 172.7, 160.3, 191.5, 175.6, 172.9),
+    "llama-layer": (483.2, 292.6, 295.1, 174.8, 150.6, 167.0, 161.7, 159.5),
+})  # fmt: skip
+# The same with 8 GB each, without the last three methods.
+_HALVED = _figures({
+    "chain-mm": (439.8, 310.0, 243.5, 133.5, 122.6),
+    "ffnn": (148.2, 225.8, 126.8, 49.2, 46.0),
+    "llama-block": (465.1, 216.8, 433.5, 233.8, 190.2),
+    "llama-layer": (482.6, 292.5, 302.1, 172.8, 154.0),
+})  # fmt: skip

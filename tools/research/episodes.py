@@ -29,7 +29,6 @@ Singles = NDArray[np.float32]
 Indices = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 
-_BLOCK_EDGES = 16  # edges of one value that one matrix product carries
 _EQUAL = 1e-9  # a deviation below this share of the greatest value is rounding: all values are equal
 
 
@@ -63,10 +62,6 @@ def make_instance(problem: PlacementProblem) -> Instance:
         transfer[f, :num_devices] = np.array(flow.seconds) + np.array(problem.latency)
     edge_values, of_edge = np.unique(standardised(np.tile(values, 2), 0).astype(np.float32), return_inverse=True)
     senders, receivers = np.concatenate([sources, targets]), np.concatenate([targets, sources])
-    groups = [np.flatnonzero(of_edge == value).tolist() for value in range(len(edge_values))]
-    blocks = [
-        (value, g[at : at + _BLOCK_EDGES]) for value, g in enumerate(groups) for at in range(0, len(g), _BLOCK_EDGES)
-    ]
     return Instance(
         problem,
         GraphTensors(
@@ -74,9 +69,7 @@ def make_instance(problem: PlacementProblem) -> Instance:
             torch.from_numpy(_paths(following, reversed(range(n)))),
             torch.from_numpy(_paths(preceding, range(n))),
             torch.from_numpy(edge_values),
-            torch.tensor([value for value, _ in blocks], dtype=torch.int64),
-            torch.from_numpy(_padded([senders[each].tolist() for _, each in blocks], 0)),
-            torch.from_numpy(_padded([receivers[each].tolist() for _, each in blocks], n)),
+            *map(torch.from_numpy, (of_edge, senders, receivers)),
         ),
         np.asarray(b_levels, np.float64),
         seconds_NK=np.array(problem.seconds),

@@ -32,16 +32,16 @@ class Shape:
 class GraphTensors(NamedTuple):
     """What the networks read of a graph. An edge is a flow to one of its targets, in either direction.
 
-    Edges with one value share one message matrix, so they are grouped into blocks.
+    Edges with one value share one message matrix. Task graphs have few values.
     """
 
     static_NX: Tensor  # compute, transfers in, transfers out, t-level, b-level; standardised over operators
     b_paths_NN: Tensor  # row v: 1 for the operators on v's longest path to an exit, v included
     t_paths_NN: Tensor  # the same to an entry
     values: Tensor  # the distinct mean transfer seconds of edges, standardised over edges
-    block_values: Tensor  # by block, the index of its value
-    block_senders: Tensor  # (blocks, edges), operators
-    block_receivers: Tensor  # (blocks, edges), operators; N for padding
+    edge_values: Tensor  # by edge, the index of its value
+    senders: Tensor  # by edge, an operator
+    receivers: Tensor
 
 
 class Encoding(NamedTuple):
@@ -67,12 +67,12 @@ class Encoder(nn.Module):  # type: ignore[misc]
     def forward(self, graph: GraphTensors) -> Tensor:
         """Embeddings (N, H): a message is the matrix of its edge times the sender's embedding; messages are summed."""
         hidden_NH = functional.relu(self.embed(graph.static_NX))
-        n, width = hidden_NH.shape
-        matrices = self.edge(graph.values[:, None]).view(-1, width, width)[graph.block_values]
-        receivers = graph.block_receivers.flatten()
+        width = hidden_NH.shape[1]
+        matrices_VHM = self.edge(graph.values[:, None]).view(-1, width, width)
         for _ in range(self._num_rounds):
-            sent = torch.einsum("beh,bhm->bem", hidden_NH[graph.block_senders], matrices)
-            sums = hidden_NH.new_zeros(n + 1, width).index_add(0, receivers, sent.flatten(0, 1))[:n]
+            sent_VNM = torch.einsum("nh,vhm->vnm", hidden_NH, matrices_VHM)
+            messages = sent_VNM[graph.edge_values, graph.senders]
+            sums = torch.zeros_like(hidden_NH).index_add(0, graph.receivers, messages)
             hidden_NH = self.gru(functional.relu(sums + self.bias), hidden_NH)
         return functional.leaky_relu(hidden_NH, _SLOPE)
 

@@ -75,6 +75,14 @@ class DeviceCgroup:
         quota, period = " ".join((self._cpu / name).read_text() for name in names).split()
         return int(quota) / int(period)
 
+    def held_bytes(self) -> int:
+        """Memory of the device's memory-limited processes, without the page cache, which the kernel can reclaim."""
+        return self._memory_figures("memory.stat")["anon" if _UNIFIED else "total_rss"]
+
+    def times_out_of_memory(self) -> int:
+        """Number of the device's processes that the kernel has killed for the memory limit."""
+        return self._memory_figures("memory.events" if _UNIFIED else "memory.oom_control").get("oom_kill", 0)
+
     def pids(self) -> list[int]:
         found: set[int] = set()
         for file in self.procs_files(memory_limited=True):
@@ -90,8 +98,7 @@ class DeviceCgroup:
                 time.sleep(0.02)
             _removed(group.parent)  # fails while other devices are in it; the last one removes it
 
-    def memory_figures(self, name: str) -> dict[str, int]:
-        """A file of the memory controller, such as memory.stat."""
+    def _memory_figures(self, name: str) -> dict[str, int]:
         lines = (self._memory / name).read_text().splitlines()
         return {key: int(value) for key, value in map(str.split, lines)}
 

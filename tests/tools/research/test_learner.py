@@ -133,7 +133,7 @@ def test_paths_lead_along_the_longest_remaining_and_preceding_work() -> None:
 def test_static_features_do_not_depend_on_the_unit_of_time(problem: PlacementProblem) -> None:
     one, other = (make_instance(each).graph for each in (problem, in_other_unit(problem, 1000.0)))
     torch.testing.assert_close(one.static_NX, other.static_NX, atol=1e-5, rtol=0)
-    torch.testing.assert_close(one.values[one.block_values], other.values[other.block_values], atol=1e-5, rtol=0)
+    torch.testing.assert_close(one.values[one.edge_values], other.values[other.edge_values], atol=1e-5, rtol=0)
 
 
 def test_devices_without_room_are_never_chosen() -> None:
