@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tools.bench.graph_home import Served
-from tools.bench.graphs import predicts_gain, served_table, summarise_served
+from tools.bench.graphs import Served, predicts_gain, served_table, summarise_served
 from tools.bench.load_clients import interval_seconds
 
 

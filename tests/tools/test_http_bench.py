@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 
 from tools.bench.experiment import make_experiment, read_settings
-from tools.bench.http.experiments import RECORDED, OverheadRow, TurnRow
-from tools.bench.http.flood import FloodRow, Good
+from tools.bench.http.experiments import RECORDED, FloodRow, Good, OverheadRow, TurnRow
 
 
 def test_recorded_requests_begin_alike() -> None:

@@ -62,7 +62,7 @@ def test_idle_devices_run_a_dummy_load_during_a_step() -> None:
 
 CHILD = """
 import asyncio, sys
-from tools.bench.child import AsyncTarget, serve
+from tools.bench.processes import AsyncTarget, serve
 
 class Target(AsyncTarget):
     def double(self, number): return {"number": 2 * number}
@@ -106,7 +106,7 @@ def test_a_child_that_has_ended_is_an_error_instead_of_a_wait(tmp_path: Path) ->
 
 STUCK = """
 import sys, time
-from tools.bench.child import serve
+from tools.bench.processes import serve
 
 class Target:
     def wait_for_ever(self): time.sleep(600)

@@ -29,7 +29,7 @@ from agent.worker.transformer.kernels.base import Partition
 from agent.worker.transformer.kernels.onednn import PackedMatrix
 from coordinator.models.checkpoint.checkpoint import Checkpoint
 from coordinator.models.checkpoint.families import FAMILIES, TensorNames, TensorSource, read_spec
-from tools.bench.child import serve
+from tools.bench.processes import serve
 
 _TIMEOUT = timedelta(seconds=60)  # of gloo operations: ten times the longest step
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

@@ -22,7 +22,7 @@ R = TypeVar("R", bound=BaseModel)  # one raw row
 MODULES = {
     "bench.strategies": "strategies", "bench.scenarios": "scenarios", "bench.generation": "generation",
     "bench.exactness": "generation", "bench.shortcuts": "generation", "bench.graphs": "graphs", "bench.faults": "faults",
-    "bench.idle_cost": "faults", "bench.http.experiments": "http", "bench.http.flood": "http", "bench.versions": "versions",
+    "bench.idle_cost": "faults", "bench.http.experiments": "http", "bench.versions": "versions",
     "bench.one_core": "kernels", "bench.kernel_speed": "kernels", "research.partition": "partition",
     "research.moirai": "moirai", "research.doppler": "doppler",
 }  # fmt: skip

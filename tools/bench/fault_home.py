@@ -12,7 +12,6 @@ from typing import Any, Literal
 import psutil
 
 from hearth.errors import BadSetting, InternalError
-from tools.bench.child import losses_are_prepared
 from tools.bench.experiment import Context
 from tools.bench.fault_rows import Happened, answers_steadily
 from tools.bench.homes import (
@@ -22,7 +21,7 @@ from tools.bench.homes import (
     shared_home,
     template_of,
 )
-from tools.bench.processes import ClientProcess, DeviceProcess
+from tools.bench.processes import ClientProcess, DeviceProcess, losses_are_prepared
 from tools.bench.results import REPOSITORY
 from tools.testbed import Testbed
 from tools.testbed.cluster import wait_until

@@ -19,8 +19,8 @@ import numpy as np
 from coordinator.cli.load_generator import random_inputs
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
-from tools.bench.child import HomeClients, serve
 from tools.bench.fault_rows import Happened
+from tools.bench.processes import HomeClients, serve
 from tools.bench.stats import largest_difference
 
 # Largest accepted difference from the reference, relative to its largest value: other plans sum in another order.

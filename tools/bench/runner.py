@@ -56,7 +56,7 @@ from hearth.wire.messages import (
     RunDone,
     TokensGenerated,
 )
-from tools.bench.child import serve
+from tools.bench.processes import serve
 from tools.testbed.calibrate import Layers
 
 _TOKEN = bytes(16)

@@ -25,7 +25,7 @@ from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment, Named
-from tools.bench.graph_home import GraphHome
+from tools.bench.graphs import GraphHome
 from tools.bench.homes import Model, agent_names, agents, decoder_directory, on_quietest_core
 from tools.bench.load import interleaved, load_between, snapshot
 from tools.bench.measure import Models, without_memory_limits

@@ -59,7 +59,7 @@ _PAPER = (
     ("distilbert", "bert", 6, 12, 768), ("bert-base", "bert", 12, 12, 768), ("bert-large", "bert", 24, 16, 1024),
     ("gpt2-large", "gpt2", 36, 20, 1280), ("opt-large", "opt", 24, 16, 2048), ("opt-xl", "opt", 32, 32, 2560),
 )  # fmt: skip
-SHAPES = {name: _shape(name, *sizes) for name, *sizes in _PAPER}
+SHAPES = {each[0]: _shape(*each) for each in _PAPER}
 
 
 def find_shape(name_or_path: str) -> Shape:

@@ -1,8 +1,8 @@
 """Experiments `partition` and `partition-points`, of the paper of Parthasarathy and Krishnamachari.
 
 `partition`: bottlenecks of the throughput planners in random clusters, as in the paper's Figures 7 to 10. Every run draws its
-own communication graph, seeded by the seed, the setting and the run's number, and gives it to all planners. So a single run can be
-repeated.
+own communication graph, seeded by the seed, the setting and the run's number, and gives it to all planners. So a single run can
+be repeated.
 
 `partition-points`: where graphs can be cut into a pipeline (III-A): the points of Hearth (`candidate_chain`) next to those of
 the paper's rule. Nothing is timed.

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
 from hearth.platform.security import coordinator_access, load_credential, parse_token
-from tools.bench.child import HomeClients, serve
 from tools.bench.http.home import HOST, PORT
+from tools.bench.processes import HomeClients, serve
 
 _PATH = "/v1/chat/completions"
 _DATA = b"data: "

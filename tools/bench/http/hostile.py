@@ -20,9 +20,9 @@ from typing import Any
 from hearth.client.home import AsyncHome
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import with_timeout
-from tools.bench.child import serve
 from tools.bench.http.clients import HttpClients, request_bytes
 from tools.bench.http.home import HOST, PORT
+from tools.bench.processes import serve
 
 _LONG = 400  # tokens of a long answer or prompt
 _BODY_BYTES = 8 << 20
