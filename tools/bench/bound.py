@@ -25,11 +25,11 @@ Events = Sequence[TraceEvent]
 _Part: TypeAlias = tuple[int | None, str | TaskKind]  # layer, and part or kind of work in it
 
 # The parts of a layer whose transfers can hide behind their computations. A transfer belongs to the part of its work. Every
-# other kind of task is a separate part.
+# other kind of task is a separate part. No name is that of a kind.
 LAYER_PARTS: Mapping[TaskKind | None, str] = {
-    Work.QKV: "enter attention",
-    **dict.fromkeys((Work.ATTENTION, Work.OUT), "leave attention"),
-    **dict.fromkeys((Work.UP, Work.DOWN), "MLP"),
+    Work.QKV: "part of QKV",
+    **dict.fromkeys((Work.ATTENTION, Work.OUT), "part of attention"),
+    **dict.fromkeys((Work.UP, Work.DOWN), "part of the MLP"),
     **dict.fromkeys((Phase.GATHER_KEYS, Phase.GATHER_VALUES), "keys and values"),
 }
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import ClassVar
 from xml.etree import ElementTree
 
 from hearth.errors import BadSetting, InternalError
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment
 from tools.bench.results import REPOSITORY, Record, Summary, Table
 
 _TEST = "tests/agent/worker/transformer/generation/test_published_widths.py"
@@ -32,8 +31,6 @@ class ExactnessRow(Record):
 
 class Exactness(Experiment[ExactnessRow]):
     """Every strategy of every family. Does not hold if a token differs, or a logit by more than the tests allow."""
-
-    NAMED: ClassVar[Named] = {"exactness": {"title": "Generation against transformers, at published widths"}}
 
     families: tuple[str, ...] = (
         "gpt2-124m", "opt-125m", "llama2-7b", "llama3.2-1b", "qwen2-0.5b", "qwen3-0.6b", "mistral-7b"

@@ -1,13 +1,14 @@
-"""Experiments: modules with the settings of one or more, their rows, and the tables made of them."""
+"""Experiments: classes with settings, rows, and the tables made of them. `experiments.toml` names them, with their settings."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -16,16 +17,8 @@ from hearth.validation import first_error
 from tools.bench.results import Summary
 from tools.testbed.scenario import tomllib
 
-Named: TypeAlias = Mapping[str, Mapping[str, Any]]
 R = TypeVar("R", bound=BaseModel)  # one raw row
-# Modules of experiments in tools, and their pages of docs/results. A name is looked up in this order.
-MODULES = {
-    "bench.strategies": "strategies", "bench.scenarios": "scenarios", "bench.generation": "generation",
-    "bench.exactness": "generation", "bench.shortcuts": "generation", "bench.graphs": "graphs", "bench.faults": "faults",
-    "bench.idle_cost": "faults", "bench.http.experiments": "http", "bench.versions": "versions",
-    "bench.one_core": "kernels", "bench.kernel_speed": "kernels", "research.partition": "partition",
-    "research.moirai": "moirai", "research.doppler": "doppler",
-}  # fmt: skip
+_FILE = Path(__file__).with_name("experiments.toml")
 
 
 @dataclass(frozen=True)
@@ -42,7 +35,6 @@ class Experiment(BaseModel, ABC, Generic[R]):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    NAMED: ClassVar[Named] = {}  # the experiments of this class: their settings by name
     # Whether rows name all settings that they depend on: a run that resumes keeps those of other settings.
     ROWS_NAME_SETTINGS: ClassVar[bool] = False
 
@@ -77,12 +69,13 @@ def checked_names(given: tuple[str, ...], known: Iterable[str]) -> tuple[str, ..
 
 def names() -> list[str]:
     """The names of all experiments."""
-    return sorted(name for kind in _kinds() for name in kind.NAMED)
+    return sorted(_named())
 
 
 def read_settings(name: str, changes: Iterable[str] = ()) -> dict[str, Any]:
     """The settings of an experiment, with `key=value` changes (TOML values). Raises BadSetting."""
-    settings = {"name": name, **_kind_of(name).NAMED[name]}
+    settings = {"name": name, **_entry(name)}
+    del settings["class"]
     for change in changes:
         key, equals, value = change.partition("=")
         if not equals:
@@ -94,35 +87,32 @@ def read_settings(name: str, changes: Iterable[str] = ()) -> dict[str, Any]:
 def make_experiment(settings: Mapping[str, Any]) -> Experiment[Any]:
     """The experiment of these settings. Raises BadSetting that names the wrong one."""
     name = str(settings.get("name"))
+    module, _, kind = _entry(name)["class"].rpartition(".")
     try:
-        return _kind_of(name).model_validate(settings)
+        experiment: Experiment[Any] = getattr(import_module(f"tools.{module}"), kind).model_validate(settings)
     except ValidationError as error:
         raise BadSetting(setting=f"experiment '{name}'", reason=first_error(error, "settings")) from None
+    return experiment
 
 
 def page_of(name: str) -> str:
     """The page of `docs/results` with an experiment's tables; of one that exists no more, named by its first word."""
-    kind = _find_kind(name)
-    return MODULES[kind.__module__.removeprefix("tools.")] if kind is not None else name.partition("-")[0]
+    return _named().get(name, (name.partition("-")[0],))[0]
 
 
-def _kinds() -> Iterator[type[Experiment[Any]]]:
-    """The classes of all experiments. Modules are imported when they are needed."""
-    for name in MODULES:
-        module = import_module(f"tools.{name}")
-        for kind in vars(module).values():
-            if isinstance(kind, type) and issubclass(kind, Experiment) and kind.__module__ == module.__name__:
-                yield kind
+@cache
+def _named() -> dict[str, tuple[str, dict[str, Any]]]:
+    """By name, an experiment's page, and what the file says of it."""
+    pages = tomllib.loads(_FILE.read_text())
+    return {name: (page, entry) for page, entries in pages.items() for name, entry in entries.items()}
 
 
-def _find_kind(name: str) -> type[Experiment[Any]] | None:
-    return next((kind for kind in _kinds() if name in kind.NAMED), None)
-
-
-def _kind_of(name: str) -> type[Experiment[Any]]:
-    if (kind := _find_kind(name)) is None:
+def _entry(name: str) -> dict[str, Any]:
+    """The class and settings of an experiment, with those of one that it is `like`. Raises BadSetting."""
+    if name not in _named():
         raise BadSetting(setting="the experiment", reason=f"'{name}' is none of {', '.join(names())}")
-    return kind
+    entry = dict(_named()[name][1])
+    return {**_entry(like), **entry} if (like := entry.pop("like", "")) else entry
 
 
 def _value(text: str) -> Any:

@@ -14,12 +14,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import ClassVar
 
 from pydantic import Field, field_validator, model_validator
 from typing_extensions import Self
 
-from tools.bench.experiment import Context, Experiment, Named, checked_names
+from tools.bench.experiment import Context, Experiment, checked_names
 from tools.bench.fault_actions import FAULTS
 from tools.bench.fault_home import CLIENTS, LOADS, FaultHome, LoadName, served_home
 from tools.bench.fault_rows import (
@@ -40,7 +39,6 @@ SINGLE = (
     "worker killed", "agent killed", "worker stopped", "device stopped", "link cut", "data connection reset", "store full",
     "power cycled", "coordinator killed", "coordinator stopped",
 )  # fmt: skip
-COMBINED = tuple(name for name in FAULTS if name not in (*SINGLE, *OF_COORDINATORS))
 _RECOVER_SECONDS = 90.0  # after the last repair; then the home counts as not recovered
 _REJOIN_SECONDS = 20.0  # for the home to be ready for the next fault; then another one is made
 _LOG_CHARACTERS = 3000  # of the log of each coordinator and agent that are kept where something went wrong
@@ -48,22 +46,6 @@ _LOG_CHARACTERS = 3000  # of the log of each coordinator and agent that are kept
 
 class Faults(Experiment[FaultRow]):
     """`count` faults of each kind, divided among the loads, in random order."""
-
-    NAMED: ClassVar[Named] = {
-        "faults": {"title": "Faults under load: calls that fail, wrong answers, pauses", "faults": SINGLE, "count": 50},
-        "faults-combined": {
-            "title": "Further faults under load: of the template, of other connections, and several at once",
-            "faults": COMBINED, "count": 10,
-        },
-        "faults-standby": {
-            "title": "Faults of a coordinator with a standby, and of the network between them", "faults": OF_COORDINATORS,
-            "standby": True,
-        },
-        "faults-starved": {
-            "title": "Faults on a starved machine, with three models at once and a standby",
-            "faults": (*SINGLE, "template killed"), "count": 10, "devices": 3, "standby": True, "together": True, "busy": 4,
-        },
-    }  # fmt: skip
 
     loads: tuple[LoadName, ...] = LOADS
     faults: tuple[str, ...] = Field(SINGLE, min_length=1)

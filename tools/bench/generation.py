@@ -24,7 +24,7 @@ from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import BlockProfile, ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
-from tools.bench.experiment import Context, Experiment, Named, R
+from tools.bench.experiment import Context, Experiment, R
 from tools.bench.homes import Model, decoder_directory
 from tools.bench.load import interleaved
 from tools.bench.measure import MIN_ROUNDS, emulated
@@ -169,27 +169,6 @@ class GenerationRow(Record):
 
 class Generation(Decoding[GenerationRow]):
     """Generation on one device, on several, and with transformers on one."""
-
-    NAMED: ClassVar[Named] = {
-        "generation": {"title": "Generation by Hearth and transformers, int8 weights", "mbit": [125, 500]},
-        "generation-int4": {
-            "title": "Generation by Hearth and transformers, int4 weights", "weights": "int4", "mbit": [500, 125],
-        },
-        "generation-wide": {
-            "title": "Generation by Hearth and transformers, hidden size 4096, int4 weights, bf16 on the wire",
-            "weights": "int4", "wire": "bf16", "mbit": [500, 125],
-            "model": {  # 1.1 billion weights: four layers of a large Llama
-                **LLAMA, "hidden_size": 4096, "intermediate_size": 14336, "num_key_value_heads": 8, "num_hidden_layers": 4,
-                "max_position_embeddings": 2048,
-            },
-        },
-        "generation-four": {
-            "title": "Generation on four devices of 0.45 core, int4 weights, bf16 on the wire", "scenario": "slow-pcs",
-            "weights": "int4", "wire": "bf16", "mbit": [500], "prompt_tokens": 2048, "step_rows": 512, "new_tokens": 16,
-            "reference": "float32",  # these devices have no instructions for bfloat16
-            "model": {**LLAMA, "num_hidden_layers": 2},  # with all six a prompt takes three times as long
-        },
-    }  # fmt: skip
 
     mbit: tuple[float, ...] = Field((125.0, 500.0, 940.0), min_length=1)  # real rates
     rounds: int = Field(MIN_ROUNDS, ge=MIN_ROUNDS)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -29,7 +29,7 @@ from hearth.plan.graph import Objective
 from hearth.plan.graph_spec import GraphSpec
 from hearth.plan.plan import GraphPlan, plan_from_json
 from hearth.platform.units import format_seconds
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment
 from tools.bench.homes import agent_names, agents, hub_scenario, on_quietest_core, stop_coordinator
 from tools.bench.processes import ClientProcess
 from tools.bench.results import Record, Summary, Table
@@ -216,11 +216,6 @@ class _Graphs(Experiment[Served]):
 class GraphThroughput(_Graphs):
     """One device and pipelines at full load."""
 
-    NAMED: ClassVar[Named] = {
-        "graphs-throughput": {
-            "title": "ResNet-50 as a pipeline of three devices", "wires": ["exact", "int8"], "seconds": 6,
-        }
-    }  # fmt: skip
     wires: tuple[ValueFormatName, ...] = Field(min_length=1)
     seconds: float = Field(ge=1)  # of full load in each round
 
@@ -242,11 +237,6 @@ class GraphThroughput(_Graphs):
 class GraphLatency(_Graphs):
     """One request at a time through a network of two branches, at two link rates."""
 
-    NAMED: ClassVar[Named] = {
-        "graphs-latency": {
-            "title": "A network of two branches at two link rates", "rounds": 2, "requests": 6, "time_limit": 5,
-        }
-    }  # fmt: skip
     requests: int = Field(ge=1)  # sequential ones in each round
 
     def measure(self, context: Context) -> Iterator[Served]:

@@ -7,13 +7,12 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import psutil
 from pydantic import Field
 
 from hearth.platform.units import format_bytes
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment
 from tools.bench.fault_home import LOADS, LoadName, served_home
 from tools.bench.results import Record, Summary, Table
 from tools.testbed import Testbed
@@ -64,8 +63,6 @@ class IdleRow(Record):
 
 class IdleCost(Experiment[IdleRow]):
     """A home without requests for `minutes`, for each model."""
-
-    NAMED: ClassVar[Named] = {"idle-cost": {"title": "What an idle home costs"}}
 
     loads: tuple[LoadName, ...] = LOADS
     minutes: float = Field(2.0, gt=0)

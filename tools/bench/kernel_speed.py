@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from statistics import median
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic import Field
@@ -24,7 +24,7 @@ from agent.worker.transformer.matrices import Matrix
 from agent.worker.transformer.shard import filled_layer
 from hearth.plan.kernels import KERNEL_ROWS, KernelChoice, KernelTime, choose_kernels
 from hearth.plan.model_spec import ModelSpec, WeightFormat
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment
 from tools.bench.load import interleaved
 from tools.bench.results import Record, Summary, Table
 from tools.bench.stats import Ratio, paired_ratio
@@ -60,18 +60,6 @@ class _Variant(NamedTuple):
 
 class KernelSpeed(Experiment[KernelRow]):
     """Seconds of a layer's products."""
-
-    NAMED: ClassVar[Named] = {
-        "kernels": {
-            "title": "Matrix products by default kernels, by chosen kernels, and in bfloat16",
-            "model": {  # the shape of the Llama of 330 million weights in `generation`
-                "name": "Llama 330M", "family": "llama", "num_layers": 6, "num_heads": 32, "num_kv_heads": 4,
-                "head_dim": 64, "hidden_size": 2048, "ffn_size": 5632, "vocab_size": 32000, "max_positions": 2048,
-                "type_vocab_size": 0, "norm_eps": 1e-5, "activation": "silu", "dtype": "float32", "causal": True,
-                "norm": "rms", "norm_place": "pre", "gated": True, "qkv_bias": False, "out_bias": False, "mlp_bias": False,
-            },
-        }
-    }  # fmt: skip
 
     model: ModelSpec
     weights: tuple[WeightFormat, ...] = ("int4", "int8")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field
 
@@ -27,7 +27,7 @@ from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.profile import ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment
 from tools.bench.generation import LLAMA
 from tools.bench.homes import checkout, decoder_directory
 from tools.bench.load import interleaved
@@ -67,28 +67,8 @@ class OneCoreRow(Record):
     decode_gain: Ratio
 
 
-# Set old = "../hearth-old", made by `git worktree add ../hearth-old 1deda8a`.
-_OLDER_PROCESSOR = {
-    "leave_out": ["onnxruntime"],  # it would use newer instructions
-    "transformers": [], "prompt_tokens": 128, "new_tokens": 32, "rounds": 9,
-    "model": {**LLAMA, "num_hidden_layers": 2, "vocab_size": 4000},
-}  # fmt: skip
-
-
 class OneCore(Experiment[OneCoreRow]):
     """Generation on one core by several programs."""
-
-    NAMED: ClassVar[Named] = {
-        "one-core": {"title": "Generation on one core by Hearth, transformers and llama.cpp"},
-        "one-core-avx2": {
-            "title": "Generation on one core with AVX2 by Hearth and by the version before kernels were measured",
-            "instructions": "avx2", **_OLDER_PROCESSOR,
-        },
-        "one-core-sse42": {
-            "title": "Generation on one core with SSE4.2 by Hearth and by the version before kernels were measured",
-            "instructions": "sse4.2", **_OLDER_PROCESSOR,
-        },
-    }  # fmt: skip
 
     model: dict[str, Any] = LLAMA
     weights: tuple[WeightFormat, ...] = Field(("int4", "int8"), min_length=1)

@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -24,7 +24,7 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment
 from tools.bench.graphs import GraphHome
 from tools.bench.homes import Model, agent_names, agents, decoder_directory, on_quietest_core
 from tools.bench.load import interleaved, load_between, snapshot
@@ -179,11 +179,6 @@ def timed_scenarios() -> tuple[str, ...]:
 
 class Scenarios(Experiment[ScenarioRow]):
     """`auto` and the best single device, interleaved, in each scenario and for each workload."""
-
-    # All take hours: an interrupted run goes on with --resume, and --set scenario=wifi-5 --set workload=decoder runs a part.
-    NAMED: ClassVar[Named] = {
-        "scenarios": {"title": "auto and the best single device, in every scenario of the testbed but wifi-lossy"}
-    }
 
     # Names, or TOML files; empty: all that are timed.
     scenario: Annotated[tuple[str, ...], BeforeValidator(_several)] = ()

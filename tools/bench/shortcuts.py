@@ -25,7 +25,7 @@ from hearth.plan.model_spec import WeightFormat
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.transformer import KV_BLOCK_TOKENS
 from tools.bench.drive import made_up_prompt
-from tools.bench.experiment import Context, Named, R
+from tools.bench.experiment import Context, R
 from tools.bench.generation import Decoder, Decoding
 from tools.bench.homes import Model
 from tools.bench.load import interleaved
@@ -84,18 +84,6 @@ class SpeculationRow(Record):
 
 class Speculation(_Shortcut[SpeculationRow]):
     """Oracles of several qualities, and no guesses."""
-
-    NAMED: ClassVar[Named] = {
-        "speculation": {"title": "Speculative decoding by the share of guesses that are right"},
-        "speculation-draft": {
-            "title": "Speculative decoding with a draft model by the share of guesses that are right", "rounds": 5,
-            "new_tokens": 96,
-            "draft": {  # it reads a fifteenth of the model's weights for a token, most of them of its head
-                "model_type": "llama", "hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4,
-                "num_key_value_heads": 2, "num_hidden_layers": 2, "vocab_size": 16000, "max_position_embeddings": 2048,
-            },
-        },
-    }  # fmt: skip
 
     SEQUENCES: ClassVar[int] = 4
 
@@ -200,9 +188,6 @@ class PrefixRow(Record):
 class PrefixCache(_Shortcut[PrefixRow]):
     """Prompts that share a prefix."""
 
-    NAMED: ClassVar[Named] = {
-        "prefix-cache": {"title": "Time to the first token of prompts whose first part is in the KV cache"}
-    }
     SEQUENCES: ClassVar[int] = 3  # the cached prefix stays while others are computed
 
     weights: WeightFormat = "int4"

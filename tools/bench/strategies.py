@@ -8,13 +8,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import product
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from hearth.errors import BadSetting
 from hearth.plan.common import ValueFormatName
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment
 from tools.bench.measure import MIN_ROUNDS, Bench, Models, Setting
 from tools.bench.plans import GLOO, Lz4, Name, Row, by_setting, entries, table_of
 from tools.bench.results import Summary
@@ -26,71 +26,8 @@ Mbit = Annotated[float, Field(ge=0.01, le=100_000)]  # what can be emulated
 Count = Annotated[int, Field(ge=1)]
 
 
-_SCALING = {
-    "scenarios": ["galaxy-c"], "layers": 2, "devices": [1, 2, 3, 4], "strategies": ["hmp"], "strategies_of_one": ["local"],
-    "baseline": "local", "paper_mbit": [1000], "rounds": 5, "interleave": True, "conclusions": ["scaling", "prediction"],
-}  # fmt: skip
-_TABLE = {
-    "strategies": ["local", "gloo-tp", "gloo-tp-packed", "megatron-tp", "sp", "galaxy", "exact", "hmp", "auto"],
-    "wires": ["exact", "fp16"], "plain": True,
-}  # fmt: skip
-_SWEEP = {
-    "scenarios": ["slow-pcs"], "layers": 1, "seq_lens": [64, 284], "devices": [1, 2, 3, 4], "baseline": "local", "rounds": 5,
-    "strategies": ["local", "megatron-tp", "sp", "hmp", "auto"], "conclusions": ["prediction", "auto"],
-}  # fmt: skip
-
-
 class Strategies(Experiment[Row]):
     """All combinations of scenarios, models, lengths, numbers of devices and rates; one table each."""
-
-    NAMED: ClassVar[Named] = {
-        "fig8": {
-            "title": "One environment over a range of link rates", "source": "Galaxy, Figure 8", "layers": 2,
-            "paper_mbit": [25, 50, 75, 100, 125, 250, 500], "rounds": 5,
-        },
-        "fig9": {
-            "title": "Devices of different speed and memory", "source": "Galaxy, Figure 9", "layers": 2,
-            "scenarios": ["galaxy-d", "galaxy-e", "galaxy-f"],
-        },
-        "fig10": {
-            "title": "Weak scaling: 96 tokens for each device", "source": "Galaxy, Figure 10", "rows_per_device": 96,
-            **_SCALING,
-        },
-        "fig11": {
-            "title": "Strong scaling: 384 tokens in all", "source": "Galaxy, Figure 11", "seq_lens": [384], **_SCALING,
-        },
-        "table4": {
-            "title": "Every model on two, three and four equal devices", "source": "Galaxy, Table IV", "layers": 1,
-            "scenarios": ["galaxy-a", "galaxy-b", "galaxy-c"],
-            "models": ["distilbert", "bert-large", "gpt2-large", "opt-large", "opt-xl"],
-        },
-        "galaxy-a": {
-            "title": "Two equal devices: Galaxy A", "source": "Galaxy, Table IV", "scenarios": ["galaxy-a"], **_TABLE,
-        },
-        "galaxy-c": {
-            "title": "Four equal devices: Galaxy C", "source": "Galaxy, Table IV", "scenarios": ["galaxy-c"], **_TABLE,
-        },
-        "slow-links": {
-            "title": "Slow links: 60 Mbit/s", "scenarios": ["galaxy-c"], "layers": 2, "mbit": [60], "baseline": "hmp",
-            "strategies": ["local", "galaxy", "exact", "hmp", "auto"], "wires": ["exact", "fp16"],
-        },
-        "gpt2-prefill": {
-            "title": "Prefill of GPT-2 Large", "models": ["gpt2-large"], "layers": 2, "seq_lens": [256],
-            "strategies": ["local", "gloo-tp", "sp", "hmp", "auto"],
-        },
-        "sweep": {
-            "title": "Predictions over links, lengths and devices", "models": ["bert-large", "distilbert"],
-            "mbit": [20, 125, 500], **_SWEEP,
-        },
-        "sweep-gpt2": {
-            "title": "Predictions for GPT-2 Large", "models": ["gpt2-large"], "mbit": [20, 500], **_SWEEP,
-        },
-        "codec": {
-            "title": "lz4 on activations, over sending them as they are", "layers": 2, "strategies": ["hmp"],
-            "wires": ["exact", "bf16"], "lz4": ["off", "auto", "on"], "baseline": "lz4 off", "mbit": [20, 1000],
-            "conclusions": ["speedup"],
-        },
-    }  # fmt: skip
 
     scenarios: tuple[str, ...] = Field(("galaxy-a",), min_length=1)  # names, or TOML files
     models: tuple[str, ...] = Field(("bert-large",), min_length=1)  # names of shapes, or config.json files

@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from pydantic import Field
 
@@ -25,7 +25,7 @@ from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment
 from tools.bench.generation import LLAMA
 from tools.bench.homes import agent_names, agents, checkout, decoder_directory, hub_scenario, on_quietest_core
 from tools.bench.load import interleaved
@@ -99,8 +99,6 @@ class VersionsRow(Record):
 
 class Versions(Experiment[VersionsRow]):
     """The speed of two checkouts, in alternating rounds. Does not hold if the new one is slower."""
-
-    NAMED: ClassVar[Named] = {"versions": {"title": "Two versions of Hearth"}}
 
     old: Path = Path("../hearth-old")  # made by `git worktree add ../hearth-old COMMIT`
     new: Path = Path()

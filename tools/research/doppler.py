@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from numpy.random import default_rng
 from pydantic import Field
@@ -21,7 +21,7 @@ from coordinator.plan.graph.latency.search import solve_doppler, solve_moirai
 from coordinator.plan.solution import SearchOptions, Stop
 from coordinator.serve.planners.policies import usable_policy
 from hearth.errors import ModelDoesNotFit, NoPlacement
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment
 from tools.bench.results import Record, Summary, Table
 from tools.research.graphs import GRAPHS, HOMES, GraphName, HomeName, tensor_graph
 from tools.research.lists import best_list_schedule
@@ -85,13 +85,6 @@ class DopplerRow(Record):
 
 class Doppler(Experiment[DopplerRow]):
     """Every method on every graph and home."""
-
-    NAMED: ClassVar[Named] = {
-        "doppler": {
-            "title": "Doppler's tables: placements of its four task graphs, simulated", "source": "Doppler, arXiv 2505.23131",
-            "homes": ["gigabit", "wifi"],
-        }
-    }  # fmt: skip
 
     graphs: tuple[GraphName, ...] = GRAPHS
     homes: tuple[HomeName, ...] = ("gigabit",)

@@ -13,7 +13,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 from pydantic import Field
 
@@ -29,7 +28,7 @@ from coordinator.plan.solution import SearchOptions
 from hearth.errors import BadSetting, ModelDoesNotFit, NoPlacement
 from hearth.plan.graph_spec import GraphSpec
 from hearth.wire.messages import GraphProfile
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment
 from tools.bench.results import Record, Summary, Table
 from tools.research.lists import getf, m_sct
 
@@ -68,19 +67,6 @@ class MoiraiRow(Record):
 
 class Moirai(Experiment[MoiraiRow]):
     """Latency-optimal placement and the paper's baselines."""
-
-    # `graphs`: a folder of the placement problems that Moirai's authors published (sample-data of
-    # github.com/moirai-placement/moirai), as JSON; not in this repository. Name yours with --set graphs=DIR.
-    NAMED: ClassVar[Named] = {
-        "moirai": {
-            "title": "Placement for latency (Moirai), with congestion control", "source": "Moirai, arXiv 2312.04025",
-            "graphs": "graphs", "time_limit": 120,
-        },
-        "moirai-no-congestion": {
-            "title": "Placement for latency (Moirai), without congestion control", "source": "Moirai, arXiv 2312.04025",
-            "graphs": "graphs", "time_limit": 120, "congestion": False,
-        },
-    }  # fmt: skip
 
     graphs: Path  # folder of placement problems in the Moirai authors' JSON format
     time_limit: float = Field(120.0, gt=0)  # seconds, of moirai for each problem
@@ -184,15 +170,6 @@ class CoarseningRow(Record):
 
 class Coarsening(Experiment[CoarseningRow]):
     """Operators, planning time and loss with Moirai's coarsening."""
-
-    # `onnx`: a folder of ONNX files. `python -m tools.graph_models resnet50 --out models/resnet50.onnx` makes one; so for bert,
-    # efficientnet_b0, mobilenet_v2, two_branch and vit. Name another folder with --set onnx=DIR.
-    NAMED: ClassVar[Named] = {
-        "coarsening": {
-            "title": "Coarsening of graphs before placement (Moirai)", "source": "Moirai, arXiv 2312.04025, Algorithm 1",
-            "onnx": "models", "time_limit": 30,
-        }
-    }  # fmt: skip
 
     onnx: Path  # folder of ONNX files
     time_limit: float = Field(60.0, gt=0)  # seconds, of moirai for each graph

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from random import Random
 from statistics import fmean
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -28,7 +28,7 @@ from coordinator.plan.graph.throughput.published import NUM_CLASSES, Partitionin
 from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec
 from hearth.platform.units import format_bytes
-from tools.bench.experiment import Context, Experiment, Named
+from tools.bench.experiment import Context, Experiment
 from tools.bench.results import Record, Summary, Table
 from tools.research.moirai import find_files
 from tools.research.pipelines import draw_links, joint_stages, nearest_stages, problem_of, random_stages
@@ -82,17 +82,6 @@ class PartitionRow(Record):
 
 class Partition(Experiment[PartitionRow]):
     """Partitioning and placement in random clusters. Nothing runs on devices, as in the paper; only planning takes time."""
-
-    # `graphs`: a folder of Keras models exported as JSON, one file a model: {"name", "nodes": [{"id", "op", "name",
-    # "out_bytes", "param_bytes", "flops"}], "edges"}, as coordinator/models/graph_file.py reads it. It is not in
-    # this repository: export the models of keras.applications, or name a folder of other graphs with --set graphs=DIR, JSON,
-    # ONNX files (`python -m tools.graph_models`) or both.
-    NAMED: ClassVar[Named] = {
-        "partition": {
-            "title": "Partitioning and placement for throughput, as the paper counts",
-            "source": "Parthasarathy and Krishnamachari, Figures 7 to 10", "graphs": "keras",
-        }
-    }  # fmt: skip
 
     graphs: Path  # folder of graphs, JSON or ONNX
     models: tuple[str, ...] = ("MobileNetV2", "EfficientNetB1", "ResNet50", "InceptionResNetV2")  # of Figures 7 to 9
@@ -304,13 +293,6 @@ class PointsRow(Record):
 
 class PartitionPoints(Experiment[PointsRow]):
     """The points of every graph of a folder."""
-
-    NAMED: ClassVar[Named] = {
-        "partition-points": {
-            "title": "Where graphs can be cut into a pipeline",
-            "source": "Parthasarathy and Krishnamachari, III-A", "graphs": "keras",
-        }
-    }  # fmt: skip
 
     graphs: Path  # folder of graphs, JSON or ONNX
 

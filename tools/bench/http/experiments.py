@@ -23,11 +23,11 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import Field, field_validator
 
-from tools.bench.experiment import Context, Experiment, Named, checked_names
+from tools.bench.experiment import Context, Experiment, checked_names
 from tools.bench.generation import LLAMA
 from tools.bench.http.home import TINY, chat_directory, http_home
 from tools.bench.http.hostile import ATTACKS, ONE_AFTER_THE_OTHER
@@ -78,8 +78,6 @@ class OverheadRow(Record):
 
 class HttpOverhead(Experiment[OverheadRow]):
     """One stream in pairs, then many streams at once."""
-
-    NAMED: ClassVar[Named] = {"http-overhead": {"title": "What the HTTP gateway adds"}}
 
     pairs: int = Field(300, ge=1)
     streams: int = Field(32, ge=1)
@@ -162,8 +160,6 @@ class TurnRow(Record):
 
 class HttpTurns(Experiment[TurnRow]):
     """A Llama of 330 million random weights, over the HTTP gateway."""
-
-    NAMED: ClassVar[Named] = {"http-turns": {"title": "First token of Home Assistant's requests"}}
 
     rounds: int = Field(3, ge=1)
 
@@ -259,14 +255,6 @@ class FloodRow(Record):
 
 class Flood(Experiment[FloodRow]):
     """Each attack in turn on one home."""
-
-    NAMED: ClassVar[Named] = {
-        "flood": {"title": "One hostile app beside one that behaves"},
-        "flood-tls": {
-            "title": "The same with TLS: connections without a handshake", "tls": True, "attacks": ["idle HTTP connections"],
-        },
-        "flood-bodies": {"title": "A thousand hostile bodies", "attacks": [ONE_AFTER_THE_OTHER], "seconds": 60.0},
-    }  # fmt: skip
 
     attacks: tuple[str, ...] = tuple(name for name in ATTACKS if name != ONE_AFTER_THE_OTHER)
     rounds: int = Field(3, ge=1)
