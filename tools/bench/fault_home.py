@@ -14,15 +14,10 @@ import psutil
 from hearth.errors import BadSetting, InternalError
 from tools.bench.experiment import Context
 from tools.bench.fault_rows import Happened, answers_steadily
-from tools.bench.homes import (
-    HUB,
-    agent_names,
-    decoder_directory,
-    shared_home,
-    template_of,
-)
+from tools.bench.homes import HUB, agent_names, decoder_directory, shared_home, template_of
 from tools.bench.processes import ClientProcess, DeviceProcess, losses_are_prepared
 from tools.bench.results import REPOSITORY
+from tools.bench.shapes import SMALL_LLAMA
 from tools.testbed import Testbed
 from tools.testbed.cluster import wait_until
 
@@ -31,11 +26,6 @@ LOADS: tuple[LoadName, ...] = ("embed", "generate", "infer")
 CLIENTS = 4  # at once, of each load
 _FAR_CLIENTS = 2  # more of them, on the device of the standby
 _MINILM = REPOSITORY / ".models" / "minilm"
-# A small Llama: a step of it takes milliseconds on four devices that share two cores.
-_DECODER: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 4000, "max_position_embeddings": 512,
-}  # fmt: skip
 _DISK_BYTES = 256 << 20  # of a device's store: the models here, and the 64 MiB that an agent leaves free
 _BRANCH_WIDTH = 96  # channels of the two-branch graph: enough compute for a pipeline of several devices
 _POLL_SECONDS = 0.2  # between two looks at the coordinator
@@ -55,7 +45,7 @@ def make_model(load: LoadName, folder: Path) -> Path:
             raise BadSetting(setting="loads", reason=f"{_MINILM} is missing; `make test` fetches it")
         return _MINILM
     if load == "generate":
-        return decoder_directory(_DECODER, folder, "float32")
+        return decoder_directory(SMALL_LLAMA, folder, "float32")
     from tools.graph_models import build, export
 
     path = folder / "two-branch.onnx"

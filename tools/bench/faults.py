@@ -21,15 +21,7 @@ from typing_extensions import Self
 from tools.bench.experiment import Context, Experiment, checked_names
 from tools.bench.fault_actions import FAULTS
 from tools.bench.fault_home import CLIENTS, LOADS, FaultHome, LoadName, served_home
-from tools.bench.fault_rows import (
-    FaultRow,
-    Gap,
-    Happened,
-    pauses,
-    summarise_faults,
-    two_leaders,
-    worst_pause,
-)
+from tools.bench.fault_rows import FaultRow, Gap, Happened, pauses, summarise_faults, two_leaders, worst_pause
 from tools.bench.load import load_between, snapshot
 from tools.bench.results import Summary
 

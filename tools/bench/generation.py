@@ -32,6 +32,7 @@ from tools.bench.plans import describe
 from tools.bench.processes import DeviceProcess
 from tools.bench.profiles import Profiles
 from tools.bench.results import Record, Summary, Table
+from tools.bench.shapes import LLAMA
 from tools.bench.stats import Ratio, paired_ratio
 from tools.testbed import Scenario, Testbed, load_scenario
 from tools.testbed.cluster import check_possible
@@ -39,12 +40,6 @@ from tools.testbed.cluster import check_possible
 STRATEGIES = ("local", "hmp", "auto")
 REFERENCE = "transformers"
 _PINGS = 200  # of which the median counts
-# A Llama of 330 million weights.
-LLAMA: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632, "num_attention_heads": 32,
-    "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 32000, "max_position_embeddings": 4096,
-    "eos_token_id": None,
-}  # fmt: skip
 
 
 class Decoding(Experiment[R], Generic[R]):

@@ -28,13 +28,13 @@ from hearth.plan.model_spec import WeightFormat
 from hearth.plan.profile import ClusterProfile
 from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment
-from tools.bench.generation import LLAMA
 from tools.bench.homes import checkout, decoder_directory
 from tools.bench.load import interleaved
 from tools.bench.measure import MIN_ROUNDS, emulated
 from tools.bench.processes import DeviceProcess
 from tools.bench.profiles import Profiles
 from tools.bench.results import Record, Summary, Table
+from tools.bench.shapes import LLAMA
 from tools.bench.stats import Ratio, paired_ratio
 from tools.bench.versions import plan_of_checkout
 from tools.testbed import Testbed, load_scenario

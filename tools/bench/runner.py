@@ -46,16 +46,7 @@ from hearth.transport.base import Transport
 from hearth.transport.sockets import SocketTransport
 from hearth.wire.codec import Array, Conversions
 from hearth.wire.framing import TileKey, pack_array
-from hearth.wire.messages import (
-    ChunkRef,
-    Failed,
-    GenerateTokens,
-    GenerationEnded,
-    Peer,
-    Run,
-    RunDone,
-    TokensGenerated,
-)
+from hearth.wire.messages import ChunkRef, Failed, GenerateTokens, GenerationEnded, Peer, Run, RunDone, TokensGenerated
 from tools.bench.processes import serve
 from tools.testbed.calibrate import Layers
 

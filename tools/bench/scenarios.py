@@ -31,7 +31,7 @@ from tools.bench.load import interleaved, load_between, snapshot
 from tools.bench.measure import Models, without_memory_limits
 from tools.bench.plans import describe
 from tools.bench.results import COUNT, PERCENT, Finding, Record, Summary, Table, at_most, summarise, without_target
-from tools.bench.shapes import find_shape
+from tools.bench.shapes import find_shape, llama
 from tools.bench.stats import Ratio, paired_ratio
 from tools.graph_models import build, export
 from tools.testbed import Testbed, load_scenario
@@ -161,11 +161,7 @@ Workload = Literal["prefill", "decoder", "graph"]
 _NOT_TIMED = ("wifi-lossy",)
 _WITHOUT_LIMIT = 1e9  # bytes/s of a link, as far as codecs are concerned, which choose no lz4 then
 # A Llama of 61 million weights.
-_LLAMA: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "num_hidden_layers": 4, "vocab_size": 8000, "max_position_embeddings": 2048,
-    "eos_token_id": None,
-}  # fmt: skip
+_LLAMA = llama(hidden=1024, ffn=2816, heads=16, kv_heads=4, layers=4, vocabulary=8000, positions=2048)
 
 
 def _several(value: Any) -> Any:

@@ -62,6 +62,23 @@ _PAPER = (
 SHAPES = {each[0]: _shape(*each) for each in _PAPER}
 
 
+def llama(
+    hidden: int, ffn: int, heads: int, kv_heads: int, layers: int, vocabulary: int, positions: int
+) -> dict[str, Any]:
+    """The configuration of a Llama of these sizes."""
+    return {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": ffn, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "num_hidden_layers": layers, "vocab_size": vocabulary,
+        "max_position_embeddings": positions,
+    }  # fmt: skip
+
+
+# Of 330 million weights.
+LLAMA = llama(hidden=2048, ffn=5632, heads=32, kv_heads=4, layers=6, vocabulary=32000, positions=4096)
+# Of 8 million: a step takes milliseconds on several devices that share two cores.
+SMALL_LLAMA = llama(hidden=256, ffn=688, heads=8, kv_heads=4, layers=6, vocabulary=4000, positions=1024)
+
+
 def find_shape(name_or_path: str) -> Shape:
     """The shape of this name, or of a config.json. Raises BadCheckpoint, BadSetting or UnsupportedArchitecture."""
     if name_or_path.endswith(".json"):

@@ -31,15 +31,12 @@ from tools.bench.homes import Model
 from tools.bench.load import interleaved
 from tools.bench.plans import describe
 from tools.bench.results import Record, Summary, Table
+from tools.bench.shapes import llama
 from tools.bench.stats import Ratio, paired_ratio
 
 Answers = Sequence[dict[str, Any]]
 # A Llama of 90 million weights.
-_MODEL: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 16000, "max_position_embeddings": 2048,
-    "eos_token_id": None,
-}  # fmt: skip
+_MODEL = llama(hidden=1024, ffn=2816, heads=16, kv_heads=4, layers=6, vocabulary=16000, positions=2048)
 _MBIT = 500.0  # real rate of the links
 _NO_GUESSES = -1.0
 _SCOPES = {"cached": "bench", "whole": ""}  # of requests with the prefix cache and without

@@ -28,7 +28,6 @@ from typing import Any
 from pydantic import Field, field_validator
 
 from tools.bench.experiment import Context, Experiment, checked_names
-from tools.bench.generation import LLAMA
 from tools.bench.http.home import TINY, chat_directory, http_home
 from tools.bench.http.hostile import ATTACKS, ONE_AFTER_THE_OTHER
 from tools.bench.load import load_between, snapshot
@@ -46,6 +45,7 @@ from tools.bench.results import (
     summarise,
     without_target,
 )
+from tools.bench.shapes import LLAMA, SMALL_LLAMA
 from tools.bench.stats import percentile
 
 _CHAT = [{"role": "user", "content": "Is the light on?"}]
@@ -210,11 +210,6 @@ def _of_turns(rows: Sequence[TurnRow]) -> Iterator[Finding]:
 
 # ---- hostile apps -----------------------------------------------------------------------------------------------------
 
-# A small Llama: a step of it takes milliseconds on devices that share two cores.
-_SMALL: dict[str, Any] = {
-    "model_type": "llama", "hidden_size": 256, "intermediate_size": 688, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "num_hidden_layers": 6, "vocab_size": 4000, "max_position_embeddings": 1024,
-}  # fmt: skip
 _HOSTILE_APPS = 20  # where there are many
 _TOKENS = 16  # of an answer to the good app
 _LEAST_SHARE = 0.8  # target: of the answers and tokens that the good app gets alone
@@ -271,12 +266,9 @@ class Flood(Experiment[FloodRow]):
     def measure(self, context: Context) -> Iterator[FloodRow]:
         yield from context.known
         context.report("making the model")
-        model = chat_directory(_SMALL, context.folder / "model")
+        model = chat_directory(SMALL_LLAMA, context.folder / "model")
         options = ("--context", "512", "--sequences", "4", *(["--http-tls"] if self.tls else []))
-        with (
-            http_home(context, model, 2, *options) as home,
-            ClientProcess(home.testbed, "http.hostile") as hostile,
-        ):
+        with http_home(context, model, 2, *options) as home, ClientProcess(home.testbed, "http.hostile") as hostile:
             if self.tls:
                 home.clients.call("trust", authority=home.authority())
             good, *bad = [home.new_app(name) for name in ("good", *(f"bad{number}" for number in range(_HOSTILE_APPS)))]

@@ -16,17 +16,14 @@ from tools.bench.experiment import Context
 from tools.bench.homes import shared_home, stop_coordinator, with_argument
 from tools.bench.processes import ClientProcess
 from tools.bench.results import REPOSITORY
-from tools.bench.shapes import save_random_model
+from tools.bench.shapes import llama, save_random_model
 from tools.testbed import Testbed
 
 HOST, PORT = "127.0.0.1", 47880  # of the gateway, on the hub
 _GATEWAY = "coordinator.http"  # module of its process
 _READY_SECONDS = 600.0  # for the coordinator to profile, plan, push and load on a busy machine
 # A Llama whose steps take a millisecond, so that what the gateway adds is seen.
-TINY: Mapping[str, Any] = {
-    "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 2,
-    "num_hidden_layers": 2, "vocab_size": 1024, "max_position_embeddings": 1024,
-}  # fmt: skip
+TINY = llama(hidden=64, ffn=128, heads=2, kv_heads=2, layers=2, vocabulary=1024, positions=1024)
 _SPECIAL = ("<|begin|>", "<|start|>", "<|end|>")
 _TEMPLATE = (
     "{{ bos_token }}{% if tools %}<|start|>tools\n{% for tool in tools %}{{ tool.function | tojson }}\n{% endfor %}<|end|>\n"
