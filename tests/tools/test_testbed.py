@@ -267,56 +267,6 @@ def cli(*arguments: str, expect: int = 0) -> str:
     return done.stdout if expect == 0 else done.stderr
 
 
-def test_commands_start_and_stop_a_home(tmp_path: Path) -> None:
-    path = tmp_path / "test-cli.toml"
-    path.write_text(
-        "scale_links = false\n"
-        '[[devices]]\nname = "big"\ncpu_share = 0.5\nmemory = "1GiB"\nmbit = 200\n'
-        '[[devices]]\nname = "small"\ncpu_share = 0.5\nmemory = "512MiB"\nmbit = 100\n'
-    )
-    assert "can be emulated" in cli("up", str(path), "--mbit", "1e9", expect=1)
-    here = ("--scenario", "test-cli")
-    home = subprocess.Popen(
-        [sys.executable, "-m", "tools.testbed", "up", str(path), "--mbit", "80"], cwd=REPOSITORY,
-        stdout=subprocess.PIPE, env={**os.environ, "COLUMNS": "120"},
-        preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),  # a background job of a shell ignores it
-    )  # fmt: skip
-    try:
-        shown = [first_line(home) for _ in range(6)]
-        assert "1.00 GiB" in shown[2]
-        assert "80.0" in shown[2]
-        assert "cut" in cli("link", "small", "--cut", *here)
-        assert "cut" not in cli("link", "small", "--mend", *here)
-        found = json.loads(cli("run", *here, "--", "hearth", "devices", "--json"))["devices"]
-        assert {device["name"]: device["telemetry"]["memory_total_bytes"] for device in found} == {
-            "big": 1 << 30,
-            "small": 512 << 20,
-        }
-        (running,) = (running for running in running_testbeds() if running.scenario.name == "test-cli")
-        joined = cli("run", *here, "--device", "small", "--limited", "--", "sh", "-c", "echo $$ $ATEN_CPU_CAPABILITY")
-        assert joined.split()[1:] == ["default"]
-    finally:
-        home.send_signal(signal.SIGINT)
-        home.wait(60)
-    assert home.returncode == 0
-    assert not Path(running.folder).exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["up", "galaxy-z"], "neither a file nor a built-in scenario"),
-        (["up", "galaxy-a", "--model", "/nowhere"], "/nowhere"),
-        (["down"], "No such command"),
-        (["link", "m0"], "--mbit"),
-        (["run", "--scenario", "nowhere", "true"], "up SCENARIO"),
-    ],
-)
-def test_invalid_input_is_reported_in_one_line(arguments: list[str], named: str) -> None:
-    said = cli(*arguments, expect=2 if "No such" in named else 1)
-    assert named in said
-
-
 def test_scenarios_are_listed() -> None:
     assert "galaxy-f" in cli("scenarios")
 

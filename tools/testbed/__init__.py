@@ -1,6 +1,6 @@
 """An emulated edge cluster on one Linux machine: network namespaces, `tc tbf` links, CPU and memory cgroups.
 
-`Testbed` is the context manager for tests and benchmarks; `python -m tools.testbed` is the command.
+`Testbed` is the context manager for tests and benchmarks.
 """
 
 from tools.testbed.cluster import Testbed

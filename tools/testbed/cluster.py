@@ -257,36 +257,12 @@ class Testbed:
         self._processes.append(process)
         return process
 
-    def execute(self, name: str, *arguments: str, limited: bool) -> None:
-        """Become a program on a device, which finds its key and the coordinator's state."""
-        device = self.device(name)
-        if limited:
-            _join(self.cgroups[name].procs_files(memory_limited=True), device.core)
-        limits = device.environment if limited else {}
-        os.execvpe("ip", self.command(name, *arguments), {**os.environ, **limits, **self.environment()})
-
     # ---- the programs ---------------------------------------------------------------------------------------------
 
     def start_agents(self) -> None:
         """Start `hearth-agent` on every device."""
         for name in self._names:
             self.start_agent(name)
-
-    def wait_for_agents(self, seconds: float = 60.0) -> None:
-        """Wait until all answer. Raises InternalError with the output of one that ended, or DeadlineExceeded."""
-        wait_until("the start of the agents", self._agents_are_ready, seconds)
-
-    def _agents_are_ready(self) -> bool:
-        for name in self._names:
-            if not self.pids(name):
-                said = self.log(f"{name}.log").strip()[-500:]
-                raise InternalError(where=f"the agent on {name}", reason=said or "it ended at once")
-        try:
-            answer = self.hearth("devices", "--json", "--wait", "0.5", "--devices", ",".join(map(self.address, self._names)),
-                                 "--mdns-interfaces", self.address(self.scenario.coordinator_device))  # fmt: skip
-        except InternalError:  # no agent answers yet
-            return False
-        return {device["name"] for device in json.loads(answer)["devices"]} >= set(self._names)
 
     def start_agent(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         folder = self.folder / name
@@ -350,15 +326,10 @@ def what_is_missing() -> str:
     return ""
 
 
-def check_rights() -> None:
-    """Raise BadSetting if this process cannot create a testbed."""
-    if reason := what_is_missing():
-        raise BadSetting(setting="the testbed", reason=reason)
-
-
 def check_possible(scenario: Scenario) -> None:
     """Raise BadSetting if this machine cannot emulate the scenario."""
-    check_rights()
+    if reason := what_is_missing():
+        raise BadSetting(setting="the testbed", reason=reason)
     if reason := _what_is_too_much(scenario):
         raise BadSetting(setting=f"scenario {scenario.name}", reason=reason)
 
