@@ -153,9 +153,7 @@ class Doppler(Experiment[DopplerRow]):
 
     def _train(self, method: Method, problem: PlacementProblem) -> dict[str, Any]:
         """Train Doppler's policy; its ablations learn only operators or only devices."""
-        from tools.research.episodes import Rules
-        from tools.research.networks import Shape
-        from tools.research.training import Trainer
+        from tools.research.learner import Rules, Shape, Trainer
 
         rules = Rules(learns_operators=method != "plc-only", learns_devices=method != "sel-only")
         trainer = Trainer(problem, self.seed, rules, Shape())

@@ -27,7 +27,7 @@ from coordinator.plan.graph.latency.list_scheduling import mean_seconds, mean_tr
 from coordinator.plan.graph.latency.problem import PlacementProblem
 from coordinator.plan.graph.latency.schedule import Schedule, best_schedule, schedule
 from coordinator.plan.solution import Stop
-from tools.research.episodes import Floats, Singles, standardised
+from tools.research.learner import Floats, Singles, standardised
 
 MAX_EPISODES = 4000  # the number that Doppler's comparison gives each method on its smaller graphs
 _NUM_ROUNDS = 8  # of message passing, as published

@@ -18,9 +18,18 @@ from support.placement_problems import in_other_unit, problems
 from coordinator.plan.graph.latency.list_scheduling import PartialSchedule, upward_ranks
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem, SharedWeights
 from coordinator.plan.graph.latency.schedule import best_schedule, schedule
-from tools.research.episodes import Placement, Rules, log_probabilities, make_instance, run_episodes
-from tools.research.networks import DualPolicy, Shape
-from tools.research.training import Trainer, entropy, reinforcement_loss
+from tools.research.learner import (
+    DualPolicy,
+    Placement,
+    Rules,
+    Shape,
+    Trainer,
+    entropy,
+    log_probabilities,
+    make_instance,
+    reinforcement_loss,
+    run_episodes,
+)
 
 SMALL = Shape(width=8, num_rounds=2)
 

@@ -1,28 +1,183 @@
-"""Episodes of Doppler's dual policy: a problem as arrays, and B episodes in lockstep that place its operators.
+"""Doppler as published (arXiv 2505.23131): its dual policy, episodes that place operators, and training on one graph.
 
-The clock is the paper's: operators start as soon as their device has finished what was placed before and their inputs have
-arrived; transfers do not contend. The teacher of stage I is Critical Path: its choices are all that tie.
+SEL picks an operator, PLC picks a device (section 5.2). Each policy has an encoder of its own, which passes messages. No weight
+depends on the numbers of operators and devices.
 
-Shape letters: N operators, K devices, F flows, P most inputs of an operator, S most successors; B episodes, D device features,
-H width of embeddings, T steps: one for each operator.
+B episodes run in lockstep. The clock is the paper's: operators start as soon as their device has finished what was placed
+before and their inputs have arrived; transfers do not contend.
+
+Training is imitation (stage I) and policy gradient on simulated times (stage II). The teacher of stage I is Critical Path: its
+choices are all that tie. A batch shares one run of message passing and one gradient step; the paper takes one of each for every
+episode. Samples come from the softmax, without uniform exploration; returns are not discounted.
+
+Shape letters: N operators, K devices, F flows, P most inputs of an operator, S most successors; B episodes, T steps: one for
+each operator; X static features, D device features, H width of embeddings, C twice that, V values, M width of a
+message; "..." are rows of any shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
 
 from coordinator.plan.graph.latency.doppler.features import longest_paths
+from coordinator.plan.graph.latency.doppler.gradients import advantages
 from coordinator.plan.graph.latency.list_scheduling import mean_seconds, mean_transfer_seconds
 from coordinator.plan.graph.latency.memory import MemoryLedger
 from coordinator.plan.graph.latency.problem import PlacementProblem
-from tools.research.networks import DualPolicy, Encoding, GraphTensors
+from coordinator.plan.graph.latency.schedule import schedule
+
+# ---- networks ----------------------------------------------------------------------------------------------------------
+
+NUM_STATIC_FEATURES, NUM_DEVICE_FEATURES = 5, 5
+_SLOPE = 0.1  # of LeakyReLU
+_HEAD_WIDTH = 64
+_EPSILON = 1e-5  # keeps the gradient of a deviation of 0 finite
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of the networks; the defaults are the paper's."""
+
+    width: int = 128
+    num_rounds: int = 6
+
+
+class GraphTensors(NamedTuple):
+    """What the networks read of a graph. An edge is a flow to one of its targets, in either direction.
+
+    Edges with one value share one message matrix. Task graphs have few values.
+    """
+
+    static_NX: Tensor  # compute, transfers in, transfers out, t-level, b-level; standardised over operators
+    b_paths_NN: Tensor  # row v: 1 for the operators on v's longest path to an exit, v included
+    t_paths_NN: Tensor  # the same to an entry
+    values: Tensor  # the distinct mean transfer seconds of edges, standardised over edges
+    edge_values: Tensor  # by edge, the index of its value
+    senders: Tensor  # by edge, an operator
+    receivers: Tensor
+
+
+class Encoding(NamedTuple):
+    """What both policies derive from the graph."""
+
+    operator_logits_N: Tensor
+    embedding_NH: Tensor  # PLC's
+    operator_part_NC: Tensor  # PLC's
+
+
+class Encoder(nn.Module):  # type: ignore[misc]
+    """NNConv and GRU: rounds of message passing with shared weights (Gilmer et al., 2017)."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width = shape.width
+        self._num_rounds = shape.num_rounds
+        self.embed = _linear(NUM_STATIC_FEATURES, width)
+        self.edge = nn.Sequential(nn.Linear(1, width), nn.ReLU(), nn.Linear(width, width * width))
+        self.bias = nn.Parameter(torch.zeros(width))
+        self.gru = nn.GRUCell(width, width)
+
+    def forward(self, graph: GraphTensors) -> Tensor:
+        """Embeddings (N, H): a message is the matrix of its edge times the sender's embedding; messages are summed."""
+        hidden_NH = functional.relu(self.embed(graph.static_NX))
+        width = hidden_NH.shape[1]
+        matrices_VHM = self.edge(graph.values[:, None]).view(-1, width, width)
+        for _ in range(self._num_rounds):
+            sent_VNM = torch.einsum("nh,vhm->vnm", hidden_NH, matrices_VHM)
+            messages = sent_VNM[graph.edge_values, graph.senders]
+            sums = torch.zeros_like(hidden_NH).index_add(0, graph.receivers, messages)
+            hidden_NH = self.gru(functional.relu(sums + self.bias), hidden_NH)
+        return functional.leaky_relu(hidden_NH, _SLOPE)
+
+
+class _Network(nn.Module):  # type: ignore[misc]
+    """An encoder, an operator's own features, and a score from a hidden layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.encoder = Encoder(shape)
+        self.own = _linear(NUM_STATIC_FEATURES, shape.width)
+        self.hidden = _linear(4 * shape.width, _HEAD_WIDTH)
+        self.score = _linear(_HEAD_WIDTH, 1)
+
+    def _score(self, *parts: Tensor) -> Tensor:
+        logits: Tensor = self.score(_leaky(self.hidden(torch.cat(parts, dim=-1))))
+        return logits[..., 0]
+
+
+class SelectNetwork(_Network):
+    """SEL: a score for every operator. Softmax over the candidates gives the next operator to place."""
+
+    def forward(self, embedding_NH: Tensor, graph: GraphTensors) -> Tensor:
+        """Logits (N) from the operator, its embedding, and the sums of embeddings along its b-path and its t-path."""
+        on_paths = [_normalised(paths @ embedding_NH) for paths in (graph.b_paths_NN, graph.t_paths_NN)]
+        return self._score(_leaky(self.own(graph.static_NX)), embedding_NH, *on_paths)
+
+
+class PlaceNetwork(_Network):
+    """PLC: a score for every device, for a given operator. Softmax over the devices with room gives its device."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__(shape)
+        self.device = _linear(NUM_DEVICE_FEATURES, shape.width)
+
+    def operator_part(self, embedding_NH: Tensor, graph: GraphTensors) -> Tensor:
+        """What does not depend on devices (N, C): the operator and its embedding."""
+        return torch.cat([_leaky(self.own(graph.static_NX)), embedding_NH], dim=-1)
+
+    def forward(self, operator_part: Tensor, features_KD: Tensor, placed_KH: Tensor) -> Tensor:
+        """Logits (..., K) from the operator's part (..., C), device features (..., K, D), and sums (..., K, H).
+
+        The sums are of the embeddings of the operators that are already on each device.
+        """
+        device = _leaky(self.device(features_KD))
+        own = operator_part[..., None, :].expand(*device.shape[:-1], -1)
+        return self._score(device, own, _normalised(placed_KH))
+
+
+class DualPolicy(nn.Module):  # type: ignore[misc]
+    """SEL and PLC with separate weights."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.select = SelectNetwork(shape)
+        self.place = PlaceNetwork(shape)
+
+    def encode(self, graph: GraphTensors) -> Encoding:
+        """Run the message passing of both policies."""
+        embedding_NH = self.place.encoder(graph)
+        return Encoding(
+            self.select(self.select.encoder(graph), graph), embedding_NH, self.place.operator_part(embedding_NH, graph)
+        )
+
+
+def _normalised(values: Tensor) -> Tensor:
+    """Values with mean 0 and deviation 1 along the last axis but one."""
+    centred = values - values.mean(-2, keepdim=True)
+    return centred * torch.rsqrt(centred.square().mean(-2, keepdim=True) + _EPSILON)
+
+
+def _leaky(values: Tensor) -> Tensor:
+    return functional.leaky_relu(values, _SLOPE)
+
+
+def _linear(num_inputs: int, num_outputs: int) -> nn.Linear:
+    layer = nn.Linear(num_inputs, num_outputs)
+    nn.init.orthogonal_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+# ---- the problem as arrays ---------------------------------------------------------------------------------------------
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
@@ -294,3 +449,120 @@ def log_probabilities(policy: DualPolicy, encoding: Encoding, trace: Trace) -> t
         logits_TBN.masked_fill(~torch.from_numpy(trace.candidates_TBN), -torch.inf).log_softmax(-1),
         devices_TBK.masked_fill(~torch.from_numpy(trace.allowed_TBK), -torch.inf).log_softmax(-1),
     )
+
+
+# ---- training ----------------------------------------------------------------------------------------------------------
+
+BATCH = 16
+IMITATION_RATE = 2e-3
+FIRST_RATE, LAST_RATE = 1e-3, 1e-4  # of stage II; linear
+FIRST_ENTROPY = 1e-2  # weight in the loss; falls to 0, linear
+_NO_ROOM_FACTOR = 2.0  # multiplies the price of a placement that exceeds a device's memory
+
+
+class Trainer:
+    """Trains a new policy on one problem. Two runs with the same seed and counts give the same weights.
+
+    `seed`: of its weights and samples. Torch computes with one thread from now on.
+    """
+
+    def __init__(self, problem: PlacementProblem, seed: int, rules: Rules, shape: Shape) -> None:
+        torch.manual_seed(seed)
+        torch.set_num_threads(1)
+        self.policy, self.rules = DualPolicy(shape), rules
+        self.best: Placement | None = None  # of priced episodes that fit into memory
+        self.num_episodes = 0
+        self._instance = make_instance(problem)
+        self._rng, self._best_seconds = np.random.default_rng(seed), inf
+        self._optimizers = [
+            torch.optim.Adam(network.parameters(), fused=True) for network in (self.policy.select, self.policy.place)
+        ]
+
+    def imitate(self, num_episodes: int) -> None:
+        """Stage I: in the states that the policy reaches, raise the probability of Critical Path's choices.
+
+        Choices that tie count as one.
+        """
+        for _, trace, encoding in self._batches(num_episodes):
+            logs = log_probabilities(self.policy, encoding, trace)
+            self._descend(imitation_loss(logs, trace, self.rules), IMITATION_RATE)
+
+    def reinforce(self, num_episodes: int, stop: Callable[[], bool] = lambda: False) -> None:
+        """Stage II: policy gradient on makespans in Hearth's simulator. Ends early with `stop()`."""
+        for left, trace, encoding in self._batches(num_episodes):
+            advantages_B = advantages(self._prices(trace))
+            logs = log_probabilities(self.policy, encoding, trace)
+            loss = reinforcement_loss(logs, trace, advantages_B, FIRST_ENTROPY * left, self.rules)
+            self._descend(loss, LAST_RATE + (FIRST_RATE - LAST_RATE) * left)
+            if stop():
+                return
+
+    def greedy(self) -> Trace:
+        """The episode of the most probable choices."""
+        encoding = self.policy.encode(self._instance.graph)
+        trace: Trace = run_episodes(self._instance, self.policy, encoding, self.rules, 1, None)
+        return trace
+
+    def sample(self, num_episodes: int) -> tuple[Trace, Encoding]:
+        """Episodes of choices with the policy's probabilities."""
+        encoding = self.policy.encode(self._instance.graph)
+        self.num_episodes += num_episodes
+        return run_episodes(self._instance, self.policy, encoding, self.rules, num_episodes, self._rng), encoding
+
+    def _batches(self, num_episodes: int) -> Iterator[tuple[float, Trace, Encoding]]:
+        """Sampled episodes, with the share of all that were left before each batch."""
+        for done in range(0, num_episodes, BATCH):
+            yield 1 - done / num_episodes, *self.sample(min(BATCH, num_episodes - done))
+
+    def _prices(self, trace: Trace) -> Floats:
+        placements = trace.placements()
+        # The order of placing decides between ready items.
+        seconds_B = np.array([schedule(self._instance.problem, *each).makespan for each in placements], np.float64)
+        for placement, seconds, fits in zip(placements, seconds_B.tolist(), trace.fits_B.tolist(), strict=True):
+            if fits and seconds < self._best_seconds:
+                self.best, self._best_seconds = placement, seconds
+        return np.where(trace.fits_B, seconds_B, _NO_ROOM_FACTOR * seconds_B)
+
+    def _descend(self, loss: Tensor, rate: float) -> None:
+        """One step of Adam for each policy."""
+        for optimizer in self._optimizers:
+            optimizer.zero_grad()
+            optimizer.param_groups[0]["lr"] = rate
+        loss.backward()
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+def imitation_loss(logs: tuple[Tensor, Tensor], trace: Trace, rules: Rules) -> Tensor:
+    """Minus the log-probability of the teacher's choices: the sum over those that tie; mean over episodes."""
+    loss = torch.zeros(())
+    for learns, log_TBX, taught_TBX in (
+        (rules.learns_operators, logs[0], trace.taught_operators_TBN),
+        (rules.learns_devices, logs[1], trace.taught_devices_TBK),
+    ):
+        if learns:
+            loss = loss - log_TBX.masked_fill(~torch.from_numpy(taught_TBX), -torch.inf).logsumexp(-1).sum()
+    return loss / len(trace.fits_B)
+
+
+def reinforcement_loss(
+    logs: tuple[Tensor, Tensor], trace: Trace, advantages_B: Floats, entropy_weight: float, rules: Rules
+) -> Tensor:
+    """REINFORCE: minus the log-probability of each episode times its advantage, minus weighted entropy; mean over episodes."""
+    weights_B = torch.from_numpy(advantages_B.astype(np.float32))
+    loss = torch.zeros(())
+    for learns, log_TBX, chosen_TB in (
+        (rules.learns_operators, logs[0], trace.operators_TB),
+        (rules.learns_devices, logs[1], trace.devices_TB),
+    ):
+        if learns:
+            chosen = torch.from_numpy(chosen_TB)[..., None]
+            loss = loss - (log_TBX.gather(-1, chosen)[..., 0] * weights_B).sum()
+            loss = loss - entropy_weight * entropy(log_TBX).sum()
+    return loss / len(weights_B)
+
+
+def entropy(log_probabilities: Tensor) -> Tensor:
+    """Entropy along the last axis; choices with probability 0 add nothing."""
+    finite = log_probabilities.masked_fill(log_probabilities.isinf(), 0.0)
+    return -(log_probabilities.exp() * finite).sum(-1)
