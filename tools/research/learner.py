@@ -100,11 +100,13 @@ class Encoder(nn.Module):  # type: ignore[misc]
 
 
 class _Network(nn.Module):  # type: ignore[misc]
-    """An encoder, an operator's own features, and a score from a hidden layer."""
+    """An encoder, the features of an operator and, for PLC, of devices, and a score from a hidden layer."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, num_device_features: int = 0) -> None:
         super().__init__()
         self.encoder = Encoder(shape)
+        if num_device_features:
+            self.device = _linear(num_device_features, shape.width)
         self.own = _linear(NUM_STATIC_FEATURES, shape.width)
         self.hidden = _linear(4 * shape.width, _HEAD_WIDTH)
         self.score = _linear(_HEAD_WIDTH, 1)
@@ -126,10 +128,6 @@ class SelectNetwork(_Network):
 class PlaceNetwork(_Network):
     """PLC: a score for every device, for a given operator. Softmax over the devices with room gives its device."""
 
-    def __init__(self, shape: Shape) -> None:
-        super().__init__(shape)
-        self.device = _linear(NUM_DEVICE_FEATURES, shape.width)
-
     def operator_part(self, embedding_NH: Tensor, graph: GraphTensors) -> Tensor:
         """What does not depend on devices (N, C): the operator and its embedding."""
         return torch.cat([_leaky(self.own(graph.static_NX)), embedding_NH], dim=-1)
@@ -150,7 +148,7 @@ class DualPolicy(nn.Module):  # type: ignore[misc]
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.select = SelectNetwork(shape)
-        self.place = PlaceNetwork(shape)
+        self.place = PlaceNetwork(shape, NUM_DEVICE_FEATURES)
 
     def encode(self, graph: GraphTensors) -> Encoding:
         """Run the message passing of both policies."""
