@@ -36,8 +36,7 @@ from tools.bench.shapes import SHAPES, shape_of_file
 from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio, percentile, rotated
 from tools.bench.strategies import Strategies, layer_flops, say_auto, say_prediction, scaling_of
 from tools.testbed import Scenario, load_scenario
-from tools.testbed.cluster import what_is_missing
-from tools.testbed.registry import Running, running_testbeds
+from tools.testbed.cluster import Running, running_testbeds, what_is_missing
 
 REPOSITORY = Path(__file__).parents[2]
 

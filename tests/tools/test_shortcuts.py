@@ -10,7 +10,7 @@ import pytest
 from agent.worker.transformer.generation.sequence import SequenceState
 from hearth.wire.messages import GenerateTokens
 from tools.bench.experiment import make_experiment, read_settings
-from tools.bench.shortcuts import PrefixRow, SpeculationRow, speed_up_bound
+from tools.bench.generation import PrefixRow, SpeculationRow, speed_up_bound
 from tools.bench.stats import paired_ratio
 
 pytest.importorskip("torch", reason="torch has no wheel for this Python here")

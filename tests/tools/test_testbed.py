@@ -15,9 +15,8 @@ import pytest
 from support.waiting import wait_for
 
 from tools.testbed import EmulatedDevice, Scenario, Testbed
-from tools.testbed.cluster import what_is_missing
+from tools.testbed.cluster import running_testbeds, start_ticks, what_is_missing
 from tools.testbed.medium import Medium
-from tools.testbed.registry import running_testbeds, start_ticks
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS
 
 pytestmark = [pytest.mark.namespaces, pytest.mark.alone]

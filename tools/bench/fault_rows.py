@@ -11,8 +11,6 @@ from typing import NamedTuple
 from hearth.platform.units import format_seconds
 from tools.bench.results import Record, Summary, Table
 
-_MOST_HARMS = 10  # errors that the conclusions name
-
 # Seconds (monotonic), client, "answer", "token", "wrong" or "failed", and what was wrong.
 Happened = tuple[float, int, str, str]
 _DELIVERY_SECONDS = 0.1  # after a network was parted: answers that had passed it may still be read
@@ -173,8 +171,6 @@ def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
     ]
     if disturbed:
         conclusions.append(f"other programs used the machine during {disturbed} faults: their pauses are too long")
-    conclusions += harms[:_MOST_HARMS]
-    if len(harms) > _MOST_HARMS:
-        conclusions.append(f"... and {len(harms) - _MOST_HARMS} more")
+    conclusions += harms
     failure = "" if all(row.harmless for row in rows) else "a fault was not harmless"
     return Summary(conclusions=tuple(conclusions), tables=tuple(tables), failure=failure)

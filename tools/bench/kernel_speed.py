@@ -87,17 +87,14 @@ class KernelSpeed(Experiment[KernelRow]):
             for name, variant in present.items():
                 layer = variant.layers[0]
                 yield KernelRow(
-                    weights=variant.weights,
-                    rows=rows,
-                    variant=name,
+                    weights=variant.weights, rows=rows, variant=name,
                     layout=", ".join(dict.fromkeys(matrix.layout for matrix in layer)),
                     kernels=tuple(dict.fromkeys(variant.kernel(matrix, rows) for matrix in layer)),
-                    processor=_processor(),
-                    seconds=tuple(seconds[name]),
+                    processor=_processor(), seconds=tuple(seconds[name]),
                     over_default=paired_ratio(seconds[DEFAULT], seconds[name]),
                     over_fastest=paired_ratio(seconds[fastest], seconds[name]),
                     over_bfloat16=paired_ratio(seconds["bfloat16"], seconds[name]) if "bfloat16" in present else None,
-                )
+                )  # fmt: skip
 
     def _rounds(self, variants: Mapping[str, _Variant], rows: int, context: Context) -> dict[str, list[float]]:
         """Seconds of one layer's products by round."""

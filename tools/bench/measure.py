@@ -21,7 +21,7 @@ from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_bytes
 from tools.bench.bound import bound_seconds
-from tools.bench.drive import EngineRunners, GlooRunners, Sample, StoredModel, Traces
+from tools.bench.drive import EngineRunners, GlooRunners, Profiles, Report, Sample, StoredModel, Traces
 from tools.bench.load import BackgroundLoad, calmest_rounds
 from tools.bench.plans import (
     GLOO,
@@ -35,7 +35,6 @@ from tools.bench.plans import (
     predicted_again,
     reference_plan,
 )
-from tools.bench.profiles import Profiles, Report
 from tools.bench.shapes import Shape, save_random_model
 from tools.bench.stats import paired_ratio
 from tools.testbed import Scenario, Testbed

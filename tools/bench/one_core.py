@@ -26,13 +26,12 @@ from hearth.plan.common import WireFormat
 from hearth.plan.kernels import choose_kernels
 from hearth.plan.model_spec import WeightFormat
 from hearth.plan.profile import ClusterProfile
-from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
+from tools.bench.drive import EngineRunners, Profiles, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment
 from tools.bench.homes import checkout, decoder_directory
 from tools.bench.load import interleaved
 from tools.bench.measure import MIN_ROUNDS, emulated
 from tools.bench.processes import DeviceProcess
-from tools.bench.profiles import Profiles
 from tools.bench.results import Record, Summary, Table
 from tools.bench.shapes import LLAMA
 from tools.bench.stats import Ratio, paired_ratio

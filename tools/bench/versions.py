@@ -24,12 +24,11 @@ from hearth.errors import InternalError
 from hearth.plan.plan import GraphPlan, TransformerPlan, plan_from_json
 from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_seconds
-from tools.bench.drive import EngineRunners, StoredModel, made_up_prompt
+from tools.bench.drive import EngineRunners, Profiles, Report, StoredModel, made_up_prompt
 from tools.bench.experiment import Context, Experiment
 from tools.bench.homes import agent_names, agents, checkout, decoder_directory, hub_scenario, on_quietest_core
 from tools.bench.load import interleaved
 from tools.bench.measure import Models, emulated
-from tools.bench.profiles import Profiles, Report
 from tools.bench.results import Record, Summary, Table
 from tools.bench.shapes import LLAMA, find_shape
 from tools.bench.stats import Ratio, paired_ratio

@@ -109,7 +109,6 @@ class Doppler(Experiment[DopplerRow]):
             by_setting.setdefault(row.setting, []).append(row)
         worse = [f"{graph}, {setting}" for setting, found in by_setting.items() for graph in _worse(found)]
         return Summary(
-            conclusions=tuple(line for setting, found in by_setting.items() for line in _gains(setting, found)),
             tables=tuple(_main_table(setting, found) for setting, found in by_setting.items()),
             failure=f"doppler is worse than a list schedule: {'; '.join(worse)}" if worse else "",
         )
@@ -204,17 +203,6 @@ def _ratios(times: Mapping[Any, float | None], unit: str) -> list[str]:
     """The time of each method over that of one of them; empty where one is missing."""
     least = times.get(unit)
     return [f"{theirs / least:.2f}" if least and (theirs := times.get(name)) else "" for name in HEADINGS]
-
-
-def _gains(setting: Setting, rows: Sequence[DopplerRow]) -> list[str]:
-    """The factors of other methods over the planner, from the smallest to the largest of the graphs."""
-    ours = {row.graph: row.best for row in rows if row.method == "doppler" and row.best}
-    said = []
-    for name in ("critical-path", "placeto", "enumerative", "doppler-sim", "moirai"):
-        factors = [row.best / ours[row.graph] for row in rows if row.method == name and row.best and row.graph in ours]
-        if factors:
-            said.append(f"{HEADINGS[name]} {min(factors):.2f} to {max(factors):.2f}")
-    return [f"{setting}: makespans over those of doppler: {', '.join(said)}"] if said else []
 
 
 def _worse(rows: Sequence[DopplerRow]) -> list[GraphName]:
