@@ -1,4 +1,4 @@
-"""Controls the engines and gloo processes of a benchmark: loads plans, runs steps on all devices at once, times them, profiles.
+"""Controls the engines and gloo processes of a benchmark: loads plans, runs steps on all devices at once, times them."""
 
 from __future__ import annotations
 

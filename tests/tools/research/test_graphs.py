@@ -18,13 +18,13 @@ from tools.research.graphs import (
     GraphName,
     GraphSizes,
     HomeName,
+    ShardedGraph,
     TensorHome,
     chain_extents,
     chain_mm,
     llama_extents,
     tensor_graph,
 )
-from tools.research.sharding import ShardedGraph
 
 _WL_ROUNDS = 14
 # The authors' sizes.

@@ -15,8 +15,7 @@ from support.graphs import chain, save_graph
 
 from hearth.errors import BadSetting
 from tools.bench.experiment import Context, Experiment, make_experiment, read_settings
-from tools.research.partition import BOUND, EXACT, PIPELINE, PartitionRow
-from tools.research.pipelines import positions, problem_of, rates
+from tools.research.partition import BOUND, EXACT, PIPELINE, PartitionRow, positions, problem_of, rates
 
 MIB = 1 << 20
 

@@ -47,8 +47,7 @@ from coordinator.plan.solution import Candidate, SearchOptions, with_reasons
 from hearth.errors import ModelDoesNotFit
 from hearth.plan.graph_spec import GraphSpec, Operator, Parameter
 from hearth.plan.profile import SharedMedium, WireCost, media_between
-from tools.research.partition import theorem_bound
-from tools.research.pipelines import joint_stages, nearest_stages, random_stages
+from tools.research.partition import joint_stages, nearest_stages, random_stages, theorem_bound
 
 SEEDS = st.integers(0, 10**9)
 
