@@ -6,6 +6,7 @@ Requests and answers are JSON over a socket, one at a time.
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import json
 import signal
 import subprocess
@@ -29,12 +30,6 @@ _POLL_MILLISECONDS = 500  # interval at which to check that a process is alive
 _AFTER_ERROR_SECONDS = 15.0  # for the answers of the other processes, most of which wait 5 s for the one with the error
 _STACK_SECONDS = 1.0  # for all processes to print their stacks, which takes milliseconds of a core
 _SHOWN_CHARACTERS = 6000  # of a log: the stacks of a dozen threads
-
-# Runs a module that prints the stacks of all its threads on SIGUSR1, from its first import on.
-_START = (
-    "import faulthandler, runpy, signal; faulthandler.register(signal.SIGUSR1); "
-    "runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-)
 
 
 class ProcessGroup:
@@ -66,7 +61,7 @@ class ProcessGroup:
         self._sockets[device] = socket
         with shielded(), self._log(device).open("ab") as log:
             self._processes[device] = self._testbed.popen(
-                device, sys.executable, "-c", _START.format(module=f"tools.bench.{self._module}"), address, *arguments,
+                device, sys.executable, "-m", f"tools.bench.{self._module}", address, *arguments,
                 limited=limited, stdout=log, stderr=log, stdin=subprocess.DEVNULL, memory_limited=False,
                 environment={"GLOO_SOCKET_IFNAME": "eth0"},
             )  # fmt: skip
@@ -242,6 +237,7 @@ def serve(address: str, target: object) -> None:
 
     An answer is the returned dictionary ({} for None), or `{"error": TEXT}`. Coroutine methods need an `AsyncTarget`.
     """
+    faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
     socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.PAIR)
     socket.connect(address)
     while True:

@@ -10,7 +10,7 @@ Training is imitation (stage I) and policy gradient on simulated times (stage II
 choices are all that tie. A batch shares one run of message passing and one gradient step; the paper takes one of each for every
 episode. Samples come from the softmax, without uniform exploration; returns are not discounted.
 
-Shape letters: N operators, K devices, F flows, P most inputs of an operator, S most successors; B episodes, T steps: one for
+Shape letters: N operators, K devices; B episodes, T steps: one for
 each operator; X static features, D device features, H width of embeddings, C twice that, V values, M width of a
 message; "..." are rows of any shape.
 """
@@ -187,22 +187,16 @@ _EQUAL = 1e-9  # a deviation below this share of the greatest value is rounding:
 
 @dataclass(frozen=True)
 class Instance:
-    """One problem as arrays. Padded tables of operators and flows use N and F as padding."""
+    """One problem, and what the networks read of it."""
 
     problem: PlacementProblem
     graph: GraphTensors
     b_levels_N: Floats  # longest path from the start of an operator to the end of the graph
-    seconds_NK: Floats
-    inputs_NP: Indices  # the operators that produce an operator's inputs, one for each flow
-    input_flows_NP: Indices
-    transfer_FKK: Floats  # seconds with latency, by sender and receiver; 0 for padding, of flows and of senders
-    successors_NS: Indices
-    num_predecessors_N: Indices
 
 
 def make_instance(problem: PlacementProblem) -> Instance:
     """The arrays of a problem. Costs of devices and links that differ enter the static features as means."""
-    n, num_devices, num_flows = problem.num_operators, problem.num_devices, len(problem.flows)
+    n = problem.num_operators
     compute, carried = np.array(mean_seconds(problem)), np.array(mean_transfer_seconds(problem))
     b_levels, t_levels, following, preceding = longest_paths(problem, compute, carried)
     edges = [(flow.source, target, f) for f, flow in enumerate(problem.flows) for target in flow.targets]
@@ -210,9 +204,6 @@ def make_instance(problem: PlacementProblem) -> Instance:
     values = carried[flows]
     received, sent = np.bincount(targets, values, n), np.bincount(sources, values, n)
     static = standardised(np.stack([compute, received, sent, t_levels, b_levels], axis=1), 0)
-    transfer = np.zeros((num_flows + 1, num_devices + 1, num_devices))
-    for f, flow in enumerate(problem.flows):
-        transfer[f, :num_devices] = np.array(flow.seconds) + np.array(problem.latency)
     edge_values, of_edge = np.unique(standardised(np.tile(values, 2), 0).astype(np.float32), return_inverse=True)
     senders, receivers = np.concatenate([sources, targets]), np.concatenate([targets, sources])
     return Instance(
@@ -225,12 +216,6 @@ def make_instance(problem: PlacementProblem) -> Instance:
             *map(torch.from_numpy, (of_edge, senders, receivers)),
         ),
         np.asarray(b_levels, np.float64),
-        seconds_NK=np.array(problem.seconds),
-        inputs_NP=_padded([[problem.flows[f].source for f in flows] for flows in problem.incoming], n),
-        input_flows_NP=_padded(problem.incoming, num_flows),
-        transfer_FKK=transfer,
-        successors_NS=_padded(problem.successors, n),
-        num_predecessors_N=np.array([len(each) for each in problem.predecessors]),
     )
 
 
@@ -253,92 +238,68 @@ def _paths(following: Sequence[int], order: Iterable[int]) -> Singles:
     return marks
 
 
-def _padded(rows: Sequence[Sequence[int]], padding: int) -> Indices:
-    width = max(1, max(map(len, rows), default=0))
-    return np.array([[*row, *[padding] * (width - len(row))] for row in rows], np.int64).reshape(-1, width)
-
-
 # ---- the clock ----------------------------------------------------------------------------------------------------------
 
 
 class DeviceOptions(NamedTuple):
-    """The devices for one operator of each episode."""
+    """The devices for one operator of an episode."""
 
-    features_BKD: Singles  # standardised over devices
-    starts_BK: Floats  # earliest start
-    left_BK: Indices  # bytes left after placing the operator there; negative without room
-    allowed_BK: Mask  # devices with room in memory
+    features: list[list[float]]  # by device, not standardised
+    starts: list[float]  # earliest start
+    left_bytes: Sequence[int]  # after placing the operator there; negative without room
+    allowed: list[bool]  # devices with room in memory
 
 
 class EpisodeClock:
-    """State of B episodes: candidates, devices and times of placed operators, and free memory.
+    """State of an episode: candidates, devices and times of placed operators, and free memory.
 
-    Where no device has room, those with the most free bytes are allowed and the episode no longer `fits_B`.
+    Where no device has room, those with the most free bytes are allowed and the episode no longer `fits`.
     """
 
-    def __init__(self, instance: Instance, num_episodes: int) -> None:
-        n, num_devices = instance.seconds_NK.shape
-        self._instance = instance
-        self._episodes = np.arange(num_episodes)
-        self.candidates_BN = np.tile(instance.num_predecessors_N == 0, (num_episodes, 1))
-        self.fits_B = np.ones(num_episodes, np.bool_)
-        # One more column for the padding of tables: it is on no device and takes no time.
-        self._waits_BN = np.tile(np.append(instance.num_predecessors_N, 2 * n), (num_episodes, 1))
-        self._device_BN = np.full((num_episodes, n + 1), num_devices)
-        self._starts_BN = np.zeros((num_episodes, n + 1))
-        self._ends_BN = np.zeros((num_episodes, n + 1))
-        self._load_BK = np.zeros((num_episodes, num_devices))
-        self._free_at_BK = np.zeros((num_episodes, num_devices))
-        self._memory = [MemoryLedger(instance.problem) for _ in range(num_episodes)]
-        self._free_bytes_BK = np.tile(instance.problem.budget_bytes, (num_episodes, 1))
-        # A row for each device that an input is on; the last row is for padding, which is on none.
-        self._is_device = np.eye(num_devices + 1, num_devices, dtype=np.bool_)
+    def __init__(self, problem: PlacementProblem) -> None:
+        n, num_devices = problem.num_operators, problem.num_devices
+        self.candidates_N = np.array([not before for before in problem.predecessors])
+        self.fits = True
+        self._problem, self._memory = problem, MemoryLedger(problem)
+        self._waits = [len(before) for before in problem.predecessors]
+        self._device, self._starts, self._ends = [0] * n, [0.0] * n, [0.0] * n
+        self._load, self._free_at = [0.0] * num_devices, [0.0] * num_devices
+        self._free_bytes = list(problem.budget_bytes)
 
-    def options(self, operators_B: Indices) -> DeviceOptions:
-        """Features, earliest starts and room of every device for one candidate of each episode."""
-        instance, rows_B1 = self._instance, self._episodes[:, None]
-        inputs_BP = instance.inputs_NP[operators_B]
-        device_BP = self._device_BN[rows_B1, inputs_BP]
-        starts_BP, ends_BP = self._starts_BN[rows_B1, inputs_BP], self._ends_BN[rows_B1, inputs_BP]
-        transfer_BPK = instance.transfer_FKK[instance.input_flows_NP[operators_B], device_BP]
-        starts_BK = np.maximum(self._free_at_BK, (ends_BP[:, :, None] + transfer_BPK).max(axis=1))
-        here_BPK = self._is_device[device_BP]
-        first_BK = np.where(here_BPK, starts_BP[:, :, None], np.inf).min(axis=1)
-        features_BKD = np.stack(
-            [
-                self._load_BK,
-                np.where(here_BPK, (ends_BP - starts_BP)[:, :, None], 0.0).sum(axis=1),
-                np.where(np.isinf(first_BK), 0.0, first_BK),
-                np.where(here_BPK, ends_BP[:, :, None], 0.0).max(axis=1),
-                starts_BK,
-            ],
-            axis=2,
-        )
-        left_BK = np.array([each.left_bytes(i) for each, i in zip(self._memory, operators_B.tolist(), strict=True)])
-        has_room_BK = left_BK >= 0
-        most_BK = self._free_bytes_BK == self._free_bytes_BK.max(axis=1, keepdims=True)
-        allowed_BK = np.where(has_room_BK.any(axis=1, keepdims=True), has_room_BK, most_BK)
-        return DeviceOptions(standardised(features_BKD, 1).astype(np.float32), starts_BK, left_BK, allowed_BK)
+    def options(self, operator: int) -> DeviceOptions:
+        """Features, earliest start and room of every device for a candidate."""
+        flows = [self._problem.flows[f] for f in self._problem.incoming[operator]]
+        inputs = [
+            (each, self._device[each.source], self._starts[each.source], self._ends[each.source]) for each in flows
+        ]
+        features, starts = [], []
+        for device, free_at in enumerate(self._free_at):
+            transfers = [(flow.seconds[on][device] + self._problem.latency[on][device]) for flow, on, _, _ in inputs]
+            arrivals = [end + transfer for (*_, end), transfer in zip(inputs, transfers, strict=True)]
+            here = [(start, end) for _, on, start, end in inputs if on == device]
+            computed, first = sum(end - start for start, end in here), min((start for start, _ in here), default=0.0)
+            starts.append(max([free_at, *arrivals]))
+            features.append(
+                [self._load[device], computed, first, max((end for _, end in here), default=0.0), starts[-1]]
+            )
+        left_bytes = self._memory.left_bytes(operator)
+        has_room, most = [each >= 0 for each in left_bytes], max(self._free_bytes)
+        allowed = has_room if any(has_room) else [each == most for each in self._free_bytes]
+        return DeviceOptions(features, starts, left_bytes, allowed)
 
-    def place(self, operators_B: Indices, devices_B: Indices, options: DeviceOptions) -> None:
-        """Place one candidate of each episode on a device, and update candidates."""
-        instance, rows = self._instance, self._episodes
-        seconds_B = instance.seconds_NK[operators_B, devices_B]
-        starts_B = options.starts_BK[rows, devices_B]
-        self._device_BN[rows, operators_B] = devices_B
-        self._starts_BN[rows, operators_B] = starts_B
-        self._ends_BN[rows, operators_B] = starts_B + seconds_B
-        self._load_BK[rows, devices_B] += seconds_B
-        self._free_at_BK[rows, devices_B] = starts_B + seconds_B
-        for memory, operator, device in zip(self._memory, operators_B.tolist(), devices_B.tolist(), strict=True):
-            memory.place(operator, device)
-        self._free_bytes_BK[rows, devices_B] = left_B = options.left_BK[rows, devices_B]
-        self.fits_B &= left_B >= 0
-        self.candidates_BN[rows, operators_B] = False
-        successors_BS = instance.successors_NS[operators_B]
-        self._waits_BN[rows[:, None], successors_BS] -= 1
-        episode, slot = np.nonzero(self._waits_BN[rows[:, None], successors_BS] == 0)
-        self.candidates_BN[episode, successors_BS[episode, slot]] = True
+    def place(self, operator: int, device: int, options: DeviceOptions) -> None:
+        """Place a candidate on a device, and update the candidates."""
+        start, seconds = options.starts[device], self._problem.seconds[operator][device]
+        self._device[operator], self._starts[operator], self._ends[operator] = device, start, start + seconds
+        self._load[device] += seconds
+        self._free_at[device] = start + seconds
+        self._memory.place(operator, device)
+        self._free_bytes[device] = options.left_bytes[device]
+        self.fits &= options.left_bytes[device] >= 0
+        self.candidates_N[operator] = False
+        for each in self._problem.successors[operator]:
+            self._waits[each] -= 1
+            self.candidates_N[each] = self._waits[each] == 0
 
 
 # ---- episodes of the policy ---------------------------------------------------------------------------------------------
@@ -389,31 +350,34 @@ def run_episodes(
     rng: np.random.Generator | None,
 ) -> Trace:
     """Place all operators in each episode: samples of the softmax, or without `rng` the most probable choices."""
-    clock, steps = EpisodeClock(instance, num_episodes), []
+    problem, steps = instance.problem, []
+    clocks = [EpisodeClock(problem) for _ in range(num_episodes)]
     logits_N, embedding_NH = encoding.operator_logits_N.double().numpy(), encoding.embedding_NH
-    rows, num_devices = torch.arange(num_episodes), instance.problem.num_devices
-    sums_BKH = embedding_NH.new_zeros(
-        num_episodes, num_devices, embedding_NH.shape[-1]
-    )  # of the operators on each device
-    for _ in range(instance.problem.num_operators):
-        candidates_BN = clock.candidates_BN.copy()
+    # Of the operators on each device:
+    sums_BKH = embedding_NH.new_zeros(num_episodes, problem.num_devices, embedding_NH.shape[-1])
+    rows = torch.arange(num_episodes)
+    for _ in range(problem.num_operators):
+        candidates_BN = np.stack([clock.candidates_N for clock in clocks])
         taught_BN = _greatest(instance.b_levels_N, candidates_BN)
         operators_B = _choose(logits_N, candidates_BN, rng) if rules.learns_operators else _choose(0.0, taught_BN, rng)
-        options, operators = clock.options(operators_B), torch.from_numpy(operators_B)
-        taught_BK = _greatest(-options.starts_BK, options.allowed_BK)
+        options = [clock.options(each) for clock, each in zip(clocks, operators_B.tolist(), strict=True)]
+        features_BKD = standardised(np.array([each.features for each in options]), 1).astype(np.float32)
+        allowed_BK = np.array([each.allowed for each in options])
+        taught_BK = _greatest(-np.array([each.starts for each in options]), allowed_BK)
         if rules.learns_devices:
-            parts_BC, features_BKD = encoding.operator_part_NC[operators], torch.from_numpy(options.features_BKD)
-            logits_BK = policy.place(parts_BC, features_BKD, sums_BKH).double().numpy()
-            devices_B = _choose(logits_BK, options.allowed_BK, rng)
+            operators = torch.from_numpy(operators_B)
+            parts_BC = encoding.operator_part_NC[operators]
+            logits_BK = policy.place(parts_BC, torch.from_numpy(features_BKD), sums_BKH).double().numpy()
+            devices_B = _choose(logits_BK, allowed_BK, rng)
             sums_BKH[rows, torch.from_numpy(devices_B)] += embedding_NH[operators]
         else:
             devices_B = _choose(0.0, taught_BK, rng)
-        clock.place(operators_B, devices_B, options)
-        steps.append(
-            (operators_B, devices_B, candidates_BN, options.allowed_BK, options.features_BKD, taught_BN, taught_BK)
-        )
+        for clock, *chosen in zip(clocks, operators_B.tolist(), devices_B.tolist(), options, strict=True):
+            clock.place(*chosen)
+        steps.append((operators_B, devices_B, candidates_BN, allowed_BK, features_BKD, taught_BN, taught_BK))
+    fits_B = np.array([clock.fits for clock in clocks])
     operators, devices, candidates, allowed, features, taught, taught_devices = map(np.stack, zip(*steps, strict=True))
-    return Trace(operators, devices, candidates, allowed, features, taught, taught_devices, clock.fits_B)
+    return Trace(operators, devices, candidates, allowed, features, taught, taught_devices, fits_B)
 
 
 def _choose(logits: Floats | float, allowed: Mask, rng: np.random.Generator | None) -> Indices:
