@@ -10,9 +10,8 @@ Training is imitation (stage I) and policy gradient on simulated times (stage II
 choices are all that tie. A batch shares one run of message passing and one gradient step; the paper takes one of each for every
 episode. Samples come from the softmax, without uniform exploration; returns are not discounted.
 
-Shape letters: N operators, K devices; B episodes, T steps: one for
-each operator; X static features, D device features, H width of embeddings, C twice that, V values, M width of a
-message; "..." are rows of any shape.
+Shape letters: N operators, K devices; B episodes, T steps: one for each operator; X static features, D device features, H width
+of embeddings, C the width of PLC's hidden layer, V values, M width of a message; "..." are rows of any shape.
 """
 
 from __future__ import annotations
@@ -129,17 +128,21 @@ class PlaceNetwork(_Network):
     """PLC: a score for every device, for a given operator. Softmax over the devices with room gives its device."""
 
     def operator_part(self, embedding_NH: Tensor, graph: GraphTensors) -> Tensor:
-        """What does not depend on devices (N, C): the operator and its embedding."""
-        return torch.cat([_leaky(self.own(graph.static_NX)), embedding_NH], dim=-1)
+        """The part of the hidden layer (N, C) that does not depend on devices: the operator and its embedding."""
+        own_NH, width = _leaky(self.own(graph.static_NX)), embedding_NH.shape[-1]
+        weight = self.hidden.weight[:, width : 3 * width]
+        return functional.linear(torch.cat([own_NH, embedding_NH], dim=-1), weight, self.hidden.bias)
 
     def forward(self, operator_part: Tensor, features_KD: Tensor, placed_KH: Tensor) -> Tensor:
         """Logits (..., K) from the operator's part (..., C), device features (..., K, D), and sums (..., K, H).
 
         The sums are of the embeddings of the operators that are already on each device.
         """
-        device = _leaky(self.device(features_KD))
-        own = operator_part[..., None, :].expand(*device.shape[:-1], -1)
-        return self._score(device, own, _normalised(placed_KH))
+        width = placed_KH.shape[-1]
+        device = functional.linear(_leaky(self.device(features_KD)), self.hidden.weight[:, :width])
+        placed = functional.linear(_normalised(placed_KH), self.hidden.weight[:, 3 * width :])
+        logits: Tensor = self.score(_leaky(operator_part[..., None, :] + device + placed))
+        return logits[..., 0]
 
 
 class DualPolicy(nn.Module):  # type: ignore[misc]
@@ -244,7 +247,7 @@ def _paths(following: Sequence[int], order: Iterable[int]) -> Singles:
 class DeviceOptions(NamedTuple):
     """The devices for one operator of an episode."""
 
-    features: list[list[float]]  # by device, not standardised
+    features: list[list[float]]  # [D][K], not standardised
     starts: list[float]  # earliest start
     left_bytes: Sequence[int]  # after placing the operator there; negative without room
     allowed: list[bool]  # devices with room in memory
@@ -268,20 +271,16 @@ class EpisodeClock:
 
     def options(self, operator: int) -> DeviceOptions:
         """Features, earliest start and room of every device for a candidate."""
-        flows = [self._problem.flows[f] for f in self._problem.incoming[operator]]
-        inputs = [
-            (each, self._device[each.source], self._starts[each.source], self._ends[each.source]) for each in flows
-        ]
-        features, starts = [], []
-        for device, free_at in enumerate(self._free_at):
-            transfers = [(flow.seconds[on][device] + self._problem.latency[on][device]) for flow, on, _, _ in inputs]
-            arrivals = [end + transfer for (*_, end), transfer in zip(inputs, transfers, strict=True)]
-            here = [(start, end) for _, on, start, end in inputs if on == device]
-            computed, first = sum(end - start for start, end in here), min((start for start, _ in here), default=0.0)
-            starts.append(max([free_at, *arrivals]))
-            features.append(
-                [self._load[device], computed, first, max((end for _, end in here), default=0.0), starts[-1]]
-            )
+        num_devices = len(self._load)
+        starts, computed, last = list(self._free_at), [0.0] * num_devices, [0.0] * num_devices
+        first = [inf] * num_devices
+        for flow in map(self._problem.flows.__getitem__, self._problem.incoming[operator]):
+            on, begun, ended = self._device[flow.source], self._starts[flow.source], self._ends[flow.source]
+            computed[on] += ended - begun
+            first[on], last[on] = min(first[on], begun), max(last[on], ended)
+            arrivals = [ended + (a + b) for a, b in zip(flow.seconds[on], self._problem.latency[on], strict=True)]
+            starts = list(map(max, starts, arrivals))
+        features = [list(self._load), computed, [0.0 if each == inf else each for each in first], last, starts]
         left_bytes = self._memory.left_bytes(operator)
         has_room, most = [each >= 0 for each in left_bytes], max(self._free_bytes)
         allowed = has_room if any(has_room) else [each == most for each in self._free_bytes]
@@ -361,7 +360,8 @@ def run_episodes(
         taught_BN = _greatest(instance.b_levels_N, candidates_BN)
         operators_B = _choose(logits_N, candidates_BN, rng) if rules.learns_operators else _choose(0.0, taught_BN, rng)
         options = [clock.options(each) for clock, each in zip(clocks, operators_B.tolist(), strict=True)]
-        features_BKD = standardised(np.array([each.features for each in options]), 1).astype(np.float32)
+        features_BDK = standardised(np.array([each.features for each in options]), 2)
+        features_BKD = np.ascontiguousarray(features_BDK.transpose(0, 2, 1), np.float32)
         allowed_BK = np.array([each.allowed for each in options])
         taught_BK = _greatest(-np.array([each.starts for each in options]), allowed_BK)
         if rules.learns_devices:
