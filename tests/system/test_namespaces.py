@@ -57,7 +57,8 @@ def test_home_in_namespaces_discovers_devices_serves_and_traces(profiles: Measur
                 with load_identity(testbed.folder / name / "state") as identity:
                     ids.append(identity.device_id)
             profiles.copy_to(testbed.folder / "coordinator" / "profiles", model_dir, ids)
-            testbed.start_agents()  # default ports, which do not collide between namespaces
+            for name in NAMES:
+                testbed.start_agent(name)  # default ports, which do not collide between namespaces
             testbed.start_coordinator(str(model_dir), "--strategy", "hmp", "--min-devices", "3")
             wait_for("serving", lambda: "\nserving " in testbed.log("coordinator.log"))
             status = wait_for("serving", serving)

@@ -24,7 +24,7 @@ from hearth.errors import ModelDoesNotFit, NoPlacement
 from tools.bench.experiment import Context, Experiment
 from tools.bench.results import Record, Summary, Table
 from tools.research.graphs import GRAPHS, HOMES, GraphName, HomeName, tensor_graph
-from tools.research.lists import best_list_schedule
+from tools.research.moirai import best_list_schedule
 
 # `doppler`, with a policy that learns at home (`policy`), and `moirai` are planners of Hearth, the others the paper's.
 Method = Literal[

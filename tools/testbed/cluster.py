@@ -259,11 +259,6 @@ class Testbed:
 
     # ---- the programs ---------------------------------------------------------------------------------------------
 
-    def start_agents(self) -> None:
-        """Start `hearth-agent` on every device."""
-        for name in self._names:
-            self.start_agent(name)
-
     def start_agent(self, name: str, *options: str) -> subprocess.Popen[bytes]:
         folder = self.folder / name
         return self._logged(

@@ -10,7 +10,6 @@ import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from hearth.errors import BadSetting
 from tools.testbed.medium import Medium
@@ -36,13 +35,6 @@ _NO_FIREWALL = "for f in /proc/sys/net/bridge/bridge-nf-call-*; do [ ! -e $f ] |
 # says which algorithms programs without privileges may choose.
 _CUBIC = "echo cubic > /proc/sys/net/ipv4/tcp_congestion_control"
 _ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
-
-
-class LinkState(NamedTuple):
-    """Current state of a device's link."""
-
-    mbit: float
-    is_cut: bool
 
 
 class Network:
@@ -109,14 +101,6 @@ class Network:
         shape = ("root", "tbf", "rate", rate, "burst", str(burst), "limit", str(burst + _QUEUE_BYTES))
         run_command("tc", "-n", self.namespace(device), "qdisc", "replace", "dev", "eth0", *shape)
         run_command("tc", "-n", self._switch, "qdisc", "replace", "dev", _port(device), *shape)
-
-    def state(self, device: str) -> LinkState:
-        """Read the state of a device's link. Raises BadSetting if the namespace is gone."""
-        bucket = json.loads(
-            run_command("tc", "-n", self._switch, "-json", "qdisc", "show", "dev", _port(device), "root")
-        )
-        link = json.loads(run_command("ip", "-n", self._switch, "-json", "link", "show", _port(device)))
-        return LinkState(mbit=bucket[0]["options"]["rate"] * 8 / 1e6, is_cut="UP" not in link[0]["flags"])
 
     def cut(self, device: str) -> None:
         """Disconnect a device: connections stay open, but no packet passes."""

@@ -17,7 +17,7 @@ from support.schedule_checker import violations
 from coordinator.plan.graph.latency.baselines import local
 from coordinator.plan.graph.latency.problem import Flow, PlacementProblem
 from coordinator.plan.graph.latency.schedule import schedule
-from tools.research.lists import best_list_schedule
+from tools.research.moirai import best_list_schedule
 from tools.research.placeto import Placeto, PlacetoNetwork, PlacetoResult
 
 EDGES = ((0, 1), (0, 2), (1, 3), (2, 3), (2, 4))  # operator 5 has no neighbours
