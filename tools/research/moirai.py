@@ -7,8 +7,8 @@ profiler. The assumed devices are slower by fixed factors and have fixed links. 
 the original one, so that both plans are priced alike.
 
 Two of its baselines are list schedulers with a linear program. GETF, Generalised Earliest Time First (Su, Ren, Vardi, Wierman:
-arXiv 2004.14639), for devices of different speed: devices form groups of similar speed. A linear program without transfer times assigns each operator to a group; then the ready operator
-that can start first is placed on a device of its group, repeatedly.
+arXiv 2004.14639), for devices of different speed: devices form groups of similar speed. A linear program without transfer times
+assigns each operator to a group; then the ready operator that can start first is placed on a device of its group, repeatedly.
 
 m-SCT of Baechi (SoCC 2020): earliest start first, but a device waits for the favourite child of its last operator. Favourite
 children come from the linear relaxation of the program for Small Communication Times (Hanen and Munier): each operator has at
