@@ -138,7 +138,7 @@ class FaultHome:
             "generate": ("--strategy", "hmp", "--context", "256", "--sequences", str(CLIENTS)),
             "infer": ("--objective", "throughput", "--strategy", "pipeline-exact", "--time-limit", "3"),
         }
-        return (str(self._models[load]), "--name-as", load, *options[load])
+        return (str(self._models[load]), "--as", load, *options[load])
 
     def _follows(self, device: str) -> bool:
         """Whether the coordinator of a device follows another one and has a copy of its state."""
