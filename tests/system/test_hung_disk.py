@@ -1,6 +1,6 @@
 """Disks that hang under a home of real processes: a file system that is frozen holds everything that writes to it.
 
-The experiment `faults-disk` measures how long answers pause.
+The experiment `faults-combined` measures how long answers pause.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -18,6 +19,7 @@ from hearth.errors import InternalError
 from tools.bench.fault_home import FaultHome
 from tools.bench.homes import HUB, agent_of, template_of, worker_of
 from tools.testbed import Testbed
+from tools.testbed.network import run_command
 
 _RESTART_SECONDS = 1.0  # RestartSec of the systemd units
 _CUT_SECONDS = 10.0  # for which a link is cut
@@ -37,7 +39,7 @@ class Repair(NamedTuple):
     """Something to do later, in seconds after the fault."""
 
     seconds: float
-    act: Callable[[], None]
+    act: Callable[[], object]
 
 
 Find = Callable[[Testbed, str], psutil.Process | None]  # a process of a device
@@ -185,6 +187,23 @@ def _fill_store(home: FaultHome, target: str, chance: random.Random) -> list[Rep
     return [*repairs, Repair(chance.uniform(*_GONE_SECONDS), lambda: ballast.unlink(missing_ok=True))]
 
 
+def _freeze(folder: Path, chance: random.Random) -> list[Repair]:
+    """Hold everything that writes to the disk of this folder."""
+    run_command("fsfreeze", "--freeze", str(folder))
+    return [Repair(chance.uniform(*_GONE_SECONDS), lambda: run_command("fsfreeze", "--unfreeze", str(folder)))]
+
+
+def _hang_device_disk(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    return _freeze(home.testbed.folder / target / "store", chance)
+
+
+def _hang_coordinator_disk(home: FaultHome, target: str, chance: random.Random) -> list[Repair]:
+    """Change keys meanwhile, which are written there."""
+    repairs = _freeze(home.testbed.folder / "coordinator", chance)
+    home.change_keys(f"app-{chance.randrange(1 << 32)}")
+    return repairs
+
+
 # ---- several at once ---------------------------------------------------------------------------------------------------
 
 
@@ -279,6 +298,8 @@ FAULTS: dict[str, Fault] = {
     "data connection reset": Fault(_reset_data, 0.5),
     "control connection reset": Fault(_reset_control, 0.5),
     "store full": Fault(_fill_store),
+    "disk of a device hung": Fault(_hang_device_disk, 0.5),
+    "disk of the coordinator hung": Fault(_hang_coordinator_disk, 0.5, choose=lambda home, chance: HUB),
     "power cycled": Fault(_power_cycle, _POWER_SECONDS),
     "second loss": Fault(_loses_two("settling", "profiling", "planning", "pushing"), 2 * _AGENT_SECONDS),
     "loss while loading": Fault(_loses_two("loading", "warming"), 2 * _AGENT_SECONDS),

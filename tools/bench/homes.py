@@ -106,10 +106,30 @@ def checkout(setting: str, folder: Path) -> Path:
 
 
 @contextmanager
+def own_disk(folder: Path, num_bytes: int) -> Iterator[None]:
+    """A new folder has a file system of its own, in memory: one that can be full, or hang while it is frozen."""
+    images = folder.with_name(f"{folder.name}-disk")
+    for path in (folder, images):
+        path.mkdir(parents=True)
+    with ExitStack() as stack:
+        run_command("mount", "-t", "tmpfs", "none", str(images))
+        stack.callback(run_command, "umount", "--lazy", str(images), check=False)
+        image = images / "image"
+        with image.open("wb") as file:
+            file.truncate(num_bytes)
+        run_command("mkfs.ext4", "-q", "-m", "0", "-O", "^has_journal", str(image))
+        run_command("mount", "-o", "loop", str(image), str(folder))
+        stack.callback(run_command, "umount", "--lazy", str(folder), check=False)
+        stack.callback(run_command, "fsfreeze", "--unfreeze", str(folder), check=False)
+        (folder / "lost+found").rmdir()
+        yield
+
+
+@contextmanager
 def shared_home(folder: Path, num_devices: int, disk_bytes: int | None = None) -> Iterator[Testbed]:
     """Agents on devices that share this machine's cores with the hub. Raises BadSetting.
 
-    `disk_bytes`: size of a file system for each agent's store; None: stores are in `folder`.
+    `disk_bytes`: size of a disk for each agent's store and one for the coordinator's state; None: they are in `folder`.
     """
     cores = len(os.sched_getaffinity(0))
     names = [f"m{number}" for number in range(num_devices)]
@@ -121,11 +141,9 @@ def shared_home(folder: Path, num_devices: int, disk_bytes: int | None = None) -
     scenario = Scenario(name="shared", coordinator=HUB, devices=devices)
     home = Path(tempfile.mkdtemp(prefix="home-", dir=folder))
     with ExitStack() as stack:
-        for name in names if disk_bytes is not None else ():
-            store = home / name / "store"
-            store.mkdir(parents=True)
-            run_command("mount", "-t", "tmpfs", "-o", f"size={disk_bytes}", "none", str(store))
-            stack.callback(run_command, "umount", "--lazy", str(store), check=False)
+        if disk_bytes is not None:
+            for folder in (*(home / name / "store" for name in names), home / "coordinator"):
+                stack.enter_context(own_disk(folder, disk_bytes))
         testbed = stack.enter_context(Testbed(scenario, home))
         for cgroup in testbed.cgroups.values():
             cgroup.set_cpu_share(cores)

@@ -19,6 +19,7 @@ import numpy as np
 from coordinator.cli.load_generator import random_inputs
 from hearth.client.home import AsyncHome, connect_async
 from hearth.errors import HearthError
+from hearth.platform.curve import new_keypair
 from tools.bench.fault_rows import Happened
 from tools.bench.processes import HomeClients, serve
 from tools.bench.stats import largest_difference
@@ -185,6 +186,12 @@ class LoadClients(HomeClients):
         """What has happened since the last call."""
         taken, self._happened = self._happened, []
         return {"happened": taken}
+
+    async def change_keys(self, app: str) -> None:
+        """Admit an app, and revoke it. Raises the errors of the client library."""
+        async with await self.connected() as home:
+            await home.add_app(app, new_keypair().public)
+            await home.revoke_app(app)
 
     async def state_of(self, address: str) -> dict[str, Any]:
         """The state of the coordinator at this address as a sentence; empty if it does not answer."""

@@ -45,6 +45,12 @@ def test_exit_code_signal_and_last_lines_are_reported(module: Path) -> None:
     assert (ended.code, ended.stderr_tail[-1]) == (1, "ValueError: no input")
 
 
+def children() -> list[psutil.Process]:
+    """The children of this process that run the module; one of an earlier test may have ended without being waited for."""
+    found = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+    return [each for each in found if "short_lived" in each.cmdline()]
+
+
 async def test_child_is_killed_on_timeout_and_cancellation(module: Path) -> None:
     module.write_text("import time; time.sleep(600)")
     with pytest.raises(asyncio.TimeoutError):
@@ -56,7 +62,7 @@ async def test_child_is_killed_on_timeout_and_cancellation(module: Path) -> None
     running.cancel()
     await asyncio.wait({running})
     assert running.cancelled()
-    assert not [child for child in psutil.Process().children() if "short_lived" in child.cmdline()]
+    assert not children()
 
 
 async def test_child_that_does_not_end_when_killed_is_left_behind(
@@ -69,7 +75,7 @@ async def test_child_that_does_not_end_when_killed_is_left_behind(
     arrived = asyncio.Event()
     running = asyncio.ensure_future(run_module("short_lived", b"", 60.0, lambda line: arrived.set()))
     await asyncio.wait_for(arrived.wait(), 60.0)
-    stuck = [each for each in psutil.Process().children() if "short_lived" in each.cmdline()]
+    stuck = children()
     with monkeypatch.context() as patch:
         patch.setattr(asyncio.subprocess.Process, "kill", lambda self: None)
         running.cancel()
