@@ -44,6 +44,7 @@ _ALL_ADDRESSES = ("0.0.0.0", "::")
 _IDLE_SECONDS = 30  # after an answer, for the next request to begin; the first one has ARRIVAL_SECONDS
 _BACKLOG = 2048  # connections that the kernel accepts while the process is busy; it drops further ones, for a second
 _ACCEPTED_AT_ONCE = 100
+_RECEIVED_BYTES = 64 << 10  # of a connection that wait to be read; of a body that is refused, no more comes
 _DRAIN_SECONDS = 5  # for answers in progress at the end
 
 
@@ -51,6 +52,7 @@ def serve(settings: HttpSettings) -> int:
     """Serve until SIGINT or SIGTERM. Returns the exit status."""
     try:
         listening = listening_socket(settings.host, settings.port, _BACKLOG, "--listen")
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVED_BYTES)
         asyncio.run(_serve(settings, listening))
     except HearthError as error:
         print(error, file=sys.stderr)

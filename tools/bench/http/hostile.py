@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import random
+import socket
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 
 from hearth.client.home import AsyncHome
 from hearth.errors import HearthError
-from hearth.platform.asyncio_tools import with_timeout
+from hearth.platform.asyncio_tools import cancel_all, with_timeout
 from tools.bench.http.clients import HttpClients, request_bytes
 from tools.bench.http.home import HOST, PORT
 from tools.bench.processes import serve
@@ -29,6 +30,7 @@ _BODY_BYTES = 8 << 20
 _NUM_KEPT = 16  # of bodies, which take milliseconds to make
 _HELD_SECONDS = 60.0  # for which a connection is held open, unless the gateway ends it
 _PAUSE_SECONDS = 0.05  # after an error
+_ADDRESS = "127.0.0.2"  # another one than that of the good app
 _NICENESS = 10  # these apps stand for other machines, whose work takes nothing from the home's processors
 
 
@@ -107,13 +109,16 @@ class Hostile(HttpClients):
         self._num_bodies += 1
         path, body = generated_body(self._num_bodies % num_different)
         head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {token}\r\n"
-        reader, writer = await _connection()
-        try:
-            writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode())
-            writer.write(body)
-            await with_timeout(_HELD_SECONDS, reader.readuntil(b"\r\n\r\n"))
-        finally:
-            writer.close()
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        loop = asyncio.get_running_loop()
+        with socket.create_connection((HOST, PORT), source_address=(_ADDRESS, 0)) as connection:
+            connection.setblocking(False)
+            await loop.sock_sendall(connection, head.encode())
+            sending = asyncio.create_task(loop.sock_sendall(connection, body))  # a stream would copy it
+            try:
+                await with_timeout(_HELD_SECONDS, loop.sock_recv(connection, 1 << 16))
+            finally:
+                await cancel_all([sending])
 
 
 ONE_AFTER_THE_OTHER = "HTTP bodies of 8 MiB, one after the other, of many apps"  # so that none is refused unread
@@ -132,8 +137,8 @@ ATTACKS: dict[str, Callable[[Hostile, str], Awaitable[None]]] = {
 
 
 async def _connection(limit: int = 1 << 16) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection to the gateway from another address than that of the good app."""
-    return await asyncio.open_connection(HOST, PORT, limit=limit, local_addr=("127.0.0.2", 0))
+    """A connection to the gateway."""
+    return await asyncio.open_connection(HOST, PORT, limit=limit, local_addr=(_ADDRESS, 0))
 
 
 @lru_cache(_NUM_KEPT)
