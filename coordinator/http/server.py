@@ -238,6 +238,8 @@ class BoundedProtocol(H11Protocol):
         if self.on_lost is not None:
             self.on_lost()
         super().connection_lost(exc)
+        if self.cycle is not None:
+            self.cycle.body.clear()  # what was not read would stay until the next garbage collection
 
     def pause_writing(self) -> None:
         super().pause_writing()
