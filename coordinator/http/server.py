@@ -12,6 +12,7 @@ import logging
 import secrets
 import socket
 import sys
+from asyncio.sslproto import SSLProtocol
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext, suppress
 from functools import partial
@@ -62,6 +63,8 @@ def serve(settings: HttpSettings) -> int:
 
 async def _serve(settings: HttpSettings, listening: socket.socket) -> None:
     homes = Homes(settings)
+    # A connection with TLS has a buffer of this size from before its handshake on: 256 KiB by default.
+    SSLProtocol.max_size = _RECEIVED_BYTES  # type: ignore[attr-defined]
     # Otherwise uvicorn logs a warning for each request that is not valid HTTP.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
     async with AsyncExitStack() as stack:
