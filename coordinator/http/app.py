@@ -105,7 +105,7 @@ def http_app(homes: Homes, allowed_hosts: tuple[str, ...] = ()) -> Starlette:
         routes=routes,
         middleware=[Middleware(_Guard, homes=homes, allowed_hosts=allowed_hosts)],
         exception_handlers={
-            Failure: _failed, HearthError: _failed, HTTPException: _refused, ClientDisconnect: _gone, Exception: _broken,
+            Failure: _handled, HearthError: _handled, HTTPException: _refused, ClientDisconnect: _gone, Exception: _broken,
         },
     )  # fmt: skip
     app.router.redirect_slashes = False
@@ -239,20 +239,27 @@ def _failed(request: Request, error: Exception) -> Response:
     return JSONResponse(content, shown.status, {**shown.headers, **({"connection": "close"} if ends else {})})
 
 
-def _refused(request: Request, error: Exception) -> Response:
+# Coroutines: Starlette runs functions in threads.
+
+
+async def _handled(request: Request, error: Exception) -> Response:
+    return _failed(request, error)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
     """A path or a method that there is not."""
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
     return _failed(request, Failure(error.status_code, f"There is no {method} {path} here.", code="unknown_url"))
 
 
-def _gone(request: Request, error: Exception) -> Response:
+async def _gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
 
 
 _BROKEN = Failure(500, "Internal error in the gateway. Please report it, with its log.", "server_error")
 
 
-def _broken(request: Request, error: Exception) -> Response:
+async def _broken(request: Request, error: Exception) -> Response:
     log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return _failed(request, _BROKEN)
