@@ -352,7 +352,7 @@ async def test_scratch_folder_is_removed_with_the_worker(
         process = WorkerProcess(context, "kitchen", NEVER_FORK)
         starting = asyncio.create_task(process.start(EXAMPLE.model_copy(update={"store_path": str(store)})))
         await until("the process", (tmp_path / "request").exists)
-        (scratch,) = store.glob("scratch-*/")
+        (scratch,) = filter(Path.is_dir, store.glob("scratch-*"))
         assert wire.ForkWorker.model_validate_json((tmp_path / "request").read_bytes()).scratch == str(scratch)
         (scratch / "1.weight").write_bytes(b"joined")
         assert file_beside(scratch).exists()
