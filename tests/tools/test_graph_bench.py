@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
 from tools.bench.graphs import Served, predicts_gain, served_table, summarise_served
-from tools.bench.load_clients import interval_seconds
 
 
 def served(
@@ -24,12 +21,6 @@ def served(
             "rounds": [{"seconds": each, "answers": 10, "difference": difference} for each in seconds],
         }
     )  # fmt: skip
-
-
-def test_interval_is_the_mean_from_first_to_last_answer() -> None:
-    assert interval_seconds([10.0, 10.1, 10.9, 11.5]) == pytest.approx(0.5)
-    with pytest.raises(ValueError, match="at least two answers"):
-        interval_seconds([1.0])
 
 
 def test_gain_is_paired() -> None:

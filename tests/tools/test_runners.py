@@ -62,9 +62,9 @@ def test_idle_devices_run_a_dummy_load_during_a_step() -> None:
 
 CHILD = """
 import asyncio, sys
-from tools.bench.processes import AsyncTarget, serve
+from tools.bench.processes import serve
 
-class Target(AsyncTarget):
+class Target:
     def double(self, number): return {"number": 2 * number}
     async def later(self): await asyncio.sleep(0)
     async def fail(self): raise ValueError("a reason")

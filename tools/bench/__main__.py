@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections import defaultdict
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,17 +20,7 @@ from hearth.errors import BadSetting
 from hearth.validation import first_error
 from tools import interrupts
 from tools.bench.experiment import Context, make_experiment, names, page_of, read_settings
-from tools.bench.results import (
-    RESULTS,
-    Result,
-    Summary,
-    check_writable,
-    commit,
-    load_result,
-    machine,
-    measured_ago,
-    today,
-)
+from tools.bench.results import RESULTS, Result, Summary, check_writable, commit, load_result, machine, measured_ago
 
 _FILE_WIDTH = 160  # columns of tables, if the output is not a terminal
 screen = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
@@ -72,8 +63,8 @@ def run(
     experiment = make_experiment(settings)
     path = path or RESULTS / f"{name}.json"
     command = " ".join(["python -m tools.bench run", name, *(f"--set '{change}'" for change in changes or ())])
-    result = Result(experiment=name, title=experiment.title, command=command, commit=commit(), date=today(),
-                    machine=machine(), settings=settings)  # fmt: skip
+    result = Result(experiment=name, title=experiment.title, command=command, commit=commit(),
+                    date=date.today().isoformat(), machine=machine(), settings=settings)  # fmt: skip
     known: list[Any] = []
     if resume and path.exists():
         saved = load_result(path)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from hearth.errors import BadSetting
 from hearth.validation import first_error
@@ -59,12 +59,15 @@ class Experiment(BaseModel, ABC, Generic[R]):
         return [kind.model_validate(row) for row in raw]
 
 
-def checked_names(given: tuple[str, ...], known: Iterable[str]) -> tuple[str, ...]:
-    """The names that a setting gives. Raises ValueError for one that is not known."""
-    known = list(known)
-    if unknown := [name for name in given if name not in known]:
-        raise ValueError(f"'{unknown[0]}' is none of {', '.join(known)}")
-    return given
+def one_of(known: Collection[str]) -> AfterValidator:
+    """Validates a name that a setting gives."""
+
+    def check(name: str) -> str:
+        if name not in known:
+            raise ValueError(f"'{name}' is none of {', '.join(known)}")
+        return name
+
+    return AfterValidator(check)
 
 
 def names() -> list[str]:

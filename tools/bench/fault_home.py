@@ -6,6 +6,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -148,12 +149,8 @@ class FaultHome:
     @property
     def model_bytes(self) -> int:
         """Bytes of the models' weights on disk."""
-        files = [
-            file
-            for model in self._models.values()
-            for file in ([model] if model.is_file() else model.glob("*.safetensors"))
-        ]
-        return sum(file.stat().st_size for file in files)
+        files = (model.glob("*.safetensors") if model.is_dir() else [model] for model in self._models.values())
+        return sum(file.stat().st_size for file in chain.from_iterable(files))
 
     def change_keys(self, app: str) -> None:
         """Admit an app, and revoke it: not with `hearth key`, whose start takes processor time of requests here."""

@@ -14,11 +14,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from tools.bench.experiment import Context, Experiment, checked_names
+from tools.bench.experiment import Context, Experiment, one_of
 from tools.bench.fault_actions import FAULTS
 from tools.bench.fault_home import CLIENTS, LOADS, FaultHome, LoadName, served_home
 from tools.bench.fault_rows import FaultRow, Gap, Happened, pauses, summarise_faults, two_leaders, worst_pause
@@ -40,7 +41,7 @@ class Faults(Experiment[FaultRow]):
     """`count` faults of each kind, divided among the loads, in random order."""
 
     loads: tuple[LoadName, ...] = LOADS
-    faults: tuple[str, ...] = Field(SINGLE, min_length=1)
+    faults: tuple[Annotated[str, one_of(FAULTS)], ...] = Field(SINGLE, min_length=1)
     count: int = Field(15, ge=1)  # of each fault, under all loads together
     devices: int = Field(4, ge=2, le=8)
     standby: bool = False  # a second coordinator follows on the last device
@@ -50,11 +51,6 @@ class Faults(Experiment[FaultRow]):
     # Devices that the plan may lack when a fault happens. A device that was lost is there again after seconds, but joins a plan
     # after 10 s at the earliest: 1 measures a home that has such a spare device, and 0 needs a new home after most faults.
     missing: int = Field(1, ge=0)
-
-    @field_validator("faults")
-    @classmethod
-    def _known(cls, faults: tuple[str, ...]) -> tuple[str, ...]:
-        return checked_names(faults, FAULTS)
 
     @model_validator(mode="after")
     def _parts_only_coordinators(self) -> Self:

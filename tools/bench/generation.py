@@ -251,34 +251,28 @@ class Generation(Decoding[GenerationRow]):
 
 
 def _conclusions(group: Sequence[GenerationRow]) -> Iterator[str]:
-    """What the rows of one setting show of several devices."""
+    """How much faster several devices are than one; of decoding, next to what kernels, fixed time and messages would allow."""
     alone = next((row for row in group if row.strategy == "local"), None)
+    if alone is None:
+        return
     for row in group:
-        if alone is not None and row is not alone and row.predicted_prompt_seconds:
+        if row is not alone and row.predicted_prompt_seconds:
             gain = paired_ratio(alone.prefill, row.prefill)
             yield (
                 f"{row.setting}: the prompt takes {row.strategy} {statistics.median(row.prefill):.2f} s (predicted "
                 f"{row.predicted_prompt_seconds:.2f} s), {gain} times as fast as one device"
             )
-        if alone is not None and row.kernel_seconds and row.ping_seconds:
-            yield _bound(alone, row)
-
-
-def _bound(alone: GenerationRow, row: GenerationRow) -> str:
-    """How much faster several devices decode than one, next to what kernels, fixed time and raw messages would allow."""
-    assert row.kernel_seconds
-    assert row.alone_kernel_seconds
-    assert row.ping_seconds
-    fixed = max(alone.token_seconds - row.alone_kernel_seconds, 0.0)
-    bound = alone.token_seconds / (row.kernel_seconds + fixed + row.num_exchanges * row.ping_seconds)
-    gain = paired_ratio(alone.decode, row.decode)
-    return (
-        f"{row.setting}: {row.strategy} decodes {gain} times as fast as one device, "
-        f"{gain.median / bound:.0%} of the {bound:.2f} times that these allow: kernels "
-        f"{1e3 * row.alone_kernel_seconds:.2f} ms on one device and {1e3 * row.kernel_seconds:.2f} ms, "
-        f"{1e3 * fixed:.2f} ms for the rest of a token, {row.num_exchanges} raw one-way messages of "
-        f"{1e3 * row.ping_seconds:.3f} ms"
-    )
+        if row.kernel_seconds and row.alone_kernel_seconds and row.ping_seconds:
+            fixed = max(alone.token_seconds - row.alone_kernel_seconds, 0.0)
+            bound = alone.token_seconds / (row.kernel_seconds + fixed + row.num_exchanges * row.ping_seconds)
+            gain = paired_ratio(alone.decode, row.decode)
+            yield (
+                f"{row.setting}: {row.strategy} decodes {gain} times as fast as one device, "
+                f"{gain.median / bound:.0%} of the {bound:.2f} times that these allow: kernels "
+                f"{1e3 * row.alone_kernel_seconds:.2f} ms on one device and {1e3 * row.kernel_seconds:.2f} ms, "
+                f"{1e3 * fixed:.2f} ms for the rest of a token, {row.num_exchanges} raw one-way messages of "
+                f"{1e3 * row.ping_seconds:.3f} ms"
+            )
 
 
 _COLUMNS: Mapping[str, Callable[[GenerationRow], object]] = {

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from coordinator.models.graph_file import read_graph_file
 from coordinator.plan.graph.cluster import ClusterDevice, GraphCluster
@@ -63,10 +63,8 @@ class Round(Record):
     difference: float = 0.0  # largest difference from the output of one device, relative to its largest value
 
 
-class Served(BaseModel):
+class Served(Record):
     """A plan and its measurements."""
-
-    model_config = ConfigDict(frozen=True)
 
     label: str
     strategy: str
@@ -76,7 +74,7 @@ class Served(BaseModel):
     segments: int
     predicted_seconds: float
     stage_seconds: tuple[float, ...] = ()  # by rank, predicted; includes the CPU time of communication
-    rounds: list[Round] = []
+    rounds: list[Round] = Field(default_factory=list)
 
     @property
     def seconds(self) -> tuple[float, ...]:

@@ -114,13 +114,6 @@ def _far(answer: Any, reference: Any) -> str:
     return "" if far <= _TOLERANCE else f"off by {far:.1e}"
 
 
-def interval_seconds(done: Sequence[float]) -> float:
-    """Mean interval between answers of a full pipeline, from their times. Raises ValueError for fewer than two."""
-    if len(done) < 2:
-        raise ValueError("at least two answers are needed")
-    return (done[-1] - done[0]) / (len(done) - 1)
-
-
 class LoadClients(HomeClients):
     """Clients with a connection each, and a further one that asks for the home's state."""
 
@@ -163,9 +156,11 @@ class LoadClients(HomeClients):
         async with await self.connected() as home:
             await graph.prepare(home)
             await asyncio.gather(*(ask(home) for _ in range(at_once)))
+        answers = len(done) - warm_up
+        interval = (done[-1] - done[warm_up]) / max(answers - 1, 1)
         return {
-            "seconds": statistics.median(latencies[warm_up:]) if at_once == 1 else interval_seconds(done[warm_up:]),
-            "answers": len(done) - warm_up,
+            "seconds": statistics.median(latencies[warm_up:]) if at_once == 1 else interval,
+            "answers": answers,
             "difference": max(differences),
         }
 

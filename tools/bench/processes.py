@@ -11,17 +11,18 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from inspect import isawaitable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import zmq
+import zmq.asyncio
 from typing_extensions import Self
 
 from hearth.client.home import AsyncHome, connect_async
-from hearth.errors import BadSetting, DeadlineExceeded, HearthError, InternalError
+from hearth.errors import DeadlineExceeded, HearthError, InternalError
 from tools.interrupts import shielded
 from tools.testbed import Testbed
 
@@ -51,10 +52,7 @@ class ProcessGroup:
 
     def start(self, device: str, *arguments: str, limited: bool = True) -> None:
         """Start the process of a device. Not `limited`: without the device's CPU quota."""
-        path = self._testbed.folder / f"{self._module}-{device}"
-        if len(str(path)) > zmq.IPC_PATH_MAX_LEN:
-            raise BadSetting(setting="TMPDIR", reason=f"{path} is too long for a socket")
-        address = f"ipc://{path}"
+        address = f"ipc://{self._testbed.folder / self._module}-{device}"
         socket = self._context.socket(zmq.PAIR)
         socket.linger = 0
         socket.bind(address)
@@ -178,30 +176,14 @@ class ClientProcess(DeviceProcess):
 
 # ---- in the child -----------------------------------------------------------------------------------------------------
 
-_CALL_SECONDS = 1800.0  # timeout of a coroutine; above every timeout of a parent, which reports its own first
 _CONNECT_SECONDS = 30.0  # most time to reach a coordinator that serves already
 _POLL_SECONDS = 0.5  # between looks at the status
 
-_T = TypeVar("_T")
 
-
-class AsyncTarget:
-    """Base class of targets with `async def` methods. They run in one event loop, which also runs between requests."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, daemon=True).start()
-
-    def run(self, call: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine in the event loop and wait for its result."""
-        return asyncio.run_coroutine_threadsafe(call, self._loop).result(_CALL_SECONDS)
-
-
-class HomeClients(AsyncTarget):
+class HomeClients:
     """Client apps of one home, on the client library. Subclasses add their requests."""
 
     def __init__(self, key: Path, address: str) -> None:
-        super().__init__()
         self._key, self._address = key, address
 
     async def connected(self, timeout_seconds: float = _CONNECT_SECONDS) -> AsyncHome:
@@ -235,18 +217,23 @@ def losses_are_prepared(redundancy: str) -> bool:
 def serve(address: str, target: object) -> None:
     """Answer requests `{"do": METHOD, ...}` by calling methods of `target`, until the parent ends this process.
 
-    An answer is the returned dictionary ({} for None), or `{"error": TEXT}`. Coroutine methods need an `AsyncTarget`.
+    An answer is the returned dictionary ({} for None), or `{"error": TEXT}`. Methods may be coroutines; tasks that they start
+    also run between requests.
     """
     faulthandler.register(signal.SIGUSR1)  # prints the stacks of all threads
-    socket: zmq.Socket[Any] = zmq.Context.instance().socket(zmq.PAIR)
+    asyncio.run(_serve(address, target))
+
+
+async def _serve(address: str, target: object) -> None:
+    socket = zmq.asyncio.Context.instance().socket(zmq.PAIR)
     socket.connect(address)
     while True:
-        request = json.loads(socket.recv())
+        request = json.loads(await socket.recv())
         try:
             answer = getattr(target, request.pop("do"))(**request)
-            if isinstance(target, AsyncTarget) and asyncio.iscoroutine(answer):
-                answer = target.run(answer)
+            if isawaitable(answer):
+                answer = await answer
         except Exception as error:
             text = str(error) if isinstance(error, HearthError) else f"{type(error).__name__}: {error}"
             answer = {"error": text}
-        socket.send(json.dumps(answer or {}).encode())
+        await socket.send(json.dumps(answer or {}).encode())

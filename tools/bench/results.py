@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import json
 import os
 import platform
@@ -107,11 +106,6 @@ def check_writable(setting: str, path: Path) -> None:
         raise BadSetting(setting=setting, reason=f"{path} cannot be written: its folder must exist and be writable")
 
 
-def today() -> str:
-    """Today's date in ISO format."""
-    return datetime.date.today().isoformat()
-
-
 class Age(NamedTuple):
     """How long ago a result was measured, in words. `fault`: why nobody can tell."""
 
@@ -186,24 +180,14 @@ def at_least(figure: str, value: float, limit: float, form: Format, detail: str 
     return _judged(without_target(figure, value, form, detail), f"at least {form(limit)}", value >= limit)
 
 
-def equal(figure: str, value: float, expected: float, form: Format, detail: str = "") -> Finding:
-    """A figure with an exact value as its target."""
-    return _judged(without_target(figure, value, form, detail), form(expected), value == expected)
-
-
 def _judged(finding: Finding, target: str, holds: bool) -> Finding:
     return finding.model_copy(update={"target": target, "holds": holds})
 
 
-def findings_table(title: str, findings: Sequence[Finding]) -> Table:
-    """Table of figures: target, measured value, and whether the target is met."""
-    holds = {None: "-", True: "yes", False: "**no**"}
-    rows = [(each.figure, each.target or "-", each.measured, holds[each.holds]) for each in findings]
-    return Table.of(title, ("figure", "target", "measured", "holds"), rows)
-
-
 def summarise(title: str, findings: Sequence[Finding], *more: Table) -> Summary:
     """The table of findings, then more tables. The run fails if a figure misses its target."""
+    holds = {None: "-", True: "yes", False: "**no**"}
+    rows = [(each.figure, each.target or "-", each.measured, holds[each.holds]) for each in findings]
     missed = [each for each in findings if each.holds is False]
     targets = sum(each.holds is not None for each in findings)
     return Summary(
@@ -211,6 +195,6 @@ def summarise(title: str, findings: Sequence[Finding], *more: Table) -> Summary:
             f"{targets - len(missed)} of {targets} figures meet their targets",
             *(f"missed: {each.figure}: {each.measured}; target: {each.target}" for each in missed),
         ),
-        tables=(findings_table(title, findings), *more),
+        tables=(Table.of(title, ("figure", "target", "measured", "holds"), rows), *more),
         failure="a figure misses its target; see the table" if missed else "",
     )

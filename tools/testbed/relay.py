@@ -1,14 +1,16 @@
 """The relay of a shared medium: passes the frames of its stations on, each when the medium has carried it.
 
-`python -m tools.testbed.relay MEDIUM STARTED STATION=OUTER,INNER...`, in the switch's namespace, with the medium as JSON; makes
-the file STARTED as soon as it passes frames on. Each station has two interfaces there: the outer end of its own link, and the
-inner end of a link to the bridge. Frames are read from one and written to the other by packet sockets, with the kernel's own
-offload header, so that large segments stay whole. It runs outside all devices' CPU quotas, until it is killed.
+`python -m tools.testbed.relay MEDIUM STARTED STATIONS`, in the switch's namespace, with the medium and the interfaces of each
+station as JSON; makes the file STARTED as soon as it passes frames on. Each station has two interfaces there: the outer end of
+its own link, and the inner end of a link to the bridge. Frames are read from one and written to the other by packet sockets,
+with the kernel's own offload header, so that large segments stay whole. It runs outside all devices' CPU quotas, until it is
+killed.
 """
 
 from __future__ import annotations
 
 import heapq
+import json
 import select
 import socket
 import sys
@@ -95,13 +97,8 @@ def _packet_socket(interface: str) -> socket.socket:
 
 def main() -> None:
     """Carry frames until the process is killed."""
-    medium, started, *arguments = sys.argv[1:]
-    stations = {}
-    for argument in arguments:
-        name, _, interfaces = argument.partition("=")
-        outer, _, inner = interfaces.partition(",")
-        stations[name] = outer, inner
-    relay = Relay(Medium.model_validate_json(medium), stations)
+    medium, started, stations = sys.argv[1:]
+    relay = Relay(Medium.model_validate_json(medium), json.loads(stations))
     Path(started).touch()
     while True:
         relay.run_once()

@@ -149,10 +149,7 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
         known = ", ".join(sorted(found.stem for found in SCENARIOS.glob("*.toml")))
         reason = f"'{name_or_path}' is neither a file nor a built-in scenario: {known}"
         raise BadSetting(setting="scenario", reason=reason) from None
-    except TypeError:
-        reason = "every_device and each of devices must be a table"
-        raise BadSetting(setting=f"scenario {path}", reason=reason) from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise BadSetting(setting=f"scenario {path}", reason=str(error)) from None
     except ValidationError as error:
         raise BadSetting(setting=f"scenario {path}", reason=first_error(error, "scenario")) from None
+    except (OSError, ValueError, TypeError) as error:  # no text, no TOML, or `every_device` or a device is no table
+        raise BadSetting(setting=f"scenario {path}", reason=str(error)) from None

@@ -23,28 +23,16 @@ import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from tools.bench.experiment import Context, Experiment, checked_names
+from tools.bench.experiment import Context, Experiment, one_of
 from tools.bench.http.home import TINY, chat_directory, http_home
 from tools.bench.http.hostile import ATTACKS, ONE_AFTER_THE_OTHER
 from tools.bench.load import load_between, snapshot
 from tools.bench.processes import ClientProcess
-from tools.bench.results import (
-    COUNT,
-    PERCENT,
-    RATIO,
-    Finding,
-    Record,
-    Summary,
-    at_least,
-    at_most,
-    equal,
-    summarise,
-    without_target,
-)
+from tools.bench.results import COUNT, PERCENT, RATIO, Finding, Record, Summary, at_least, at_most, summarise
 from tools.bench.shapes import LLAMA, SMALL_LLAMA
 from tools.bench.stats import percentile
 
@@ -135,7 +123,7 @@ def _of_overhead(row: OverheadRow) -> Iterator[Finding]:
         f"processor time of the gateway for a token, {row.num_streams} streams, median",
         1e3 * statistics.median(row.token_seconds), 1e3 * _MOST_TOKEN_SECONDS, "{:.3f} ms".format, f"rounds: {each} ms",
     )  # fmt: skip
-    yield equal("streams out of order", row.out_of_order, 0, COUNT)
+    yield at_most("streams out of order", row.out_of_order, 0, COUNT)
     if row.disturbed:
         yield Finding(figure="disturbed", measured=row.disturbed)
 
@@ -194,8 +182,8 @@ class HttpTurns(Experiment[TurnRow]):
 def _of_turns(rows: Sequence[TurnRow]) -> Iterator[Finding]:
     first = rows[0]
     for name, number in (("command", _COMMAND), ("result of the call", _RESULT), ("new conversation", _NEXT)):
-        detail = f"of {first.prompt_tokens[number]}"
-        yield without_target(f"new tokens, {name}", max(row.new_tokens[number] for row in rows), COUNT, detail)
+        most = max(row.new_tokens[number] for row in rows)
+        yield Finding(figure=f"new tokens, {name}", measured=f"{most} (of {first.prompt_tokens[number]})")
     share = max(row.new_tokens[_RESULT] / row.prompt_tokens[_RESULT] for row in rows)
     yield at_most("new tokens of the second request, share of its prompt", share, _MOST_SHARE, PERCENT)
     gains = [row.result_cold_seconds / row.result_seconds for row in rows]
@@ -251,17 +239,14 @@ class FloodRow(Record):
 class Flood(Experiment[FloodRow]):
     """Each attack in turn on one home."""
 
-    attacks: tuple[str, ...] = tuple(name for name in ATTACKS if name != ONE_AFTER_THE_OTHER)
+    attacks: tuple[Annotated[str, one_of(ATTACKS)], ...] = tuple(
+        name for name in ATTACKS if name != ONE_AFTER_THE_OTHER
+    )
     rounds: int = Field(3, ge=1)
     seconds: float = Field(10.0, gt=0)  # of each time
     tasks: int = Field(70, ge=1)  # of the hostile app, at once
     tls: bool = False
     connections: int = Field(2000, ge=1)  # that it holds
-
-    @field_validator("attacks")
-    @classmethod
-    def _known(cls, attacks: tuple[str, ...]) -> tuple[str, ...]:
-        return checked_names(attacks, ATTACKS)
 
     def measure(self, context: Context) -> Iterator[FloodRow]:
         yield from context.known
@@ -304,7 +289,7 @@ def _of_flood(row: FloodRow) -> Iterator[Finding]:
     yield at_least(f"{row.attack}: answers that are left", row.share("answers"), _LEAST_SHARE, PERCENT, detail)
     yield at_least(f"{row.attack}: tokens that are left", row.share("tokens"), _LEAST_SHARE, PERCENT)
     failed = [what for good in row.beside for what in good.failed]
-    yield equal(f"{row.attack}: failed calls", len(failed), 0, COUNT, "; ".join(failed[:3]))
+    yield at_most(f"{row.attack}: failed calls", len(failed), 0, COUNT, "; ".join(failed[:3]))
     slowest = max(good.connect_seconds for good in row.beside)
     yield at_most(f"{row.attack}: first answer to a new connection, longest", slowest, _MOST_SECONDS, _SECONDS)
     megabytes = row.gateway_bytes / (1 << 20)
