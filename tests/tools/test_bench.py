@@ -46,7 +46,7 @@ REPOSITORY = Path(__file__).parents[2]
 def test_paired_ratios_cancel_slow_rounds() -> None:
     ratio = paired_ratio([2.0, 20.0, 2.2, 2.0, 2.0], [1.0, 10.0, 1.1, 1.0, 1.0])
     assert ratio == pytest.approx((2.0, 2.0, 2.0))
-    with pytest.raises(ValueError, match="paired"):
+    with pytest.raises(ValueError, match="longer"):
         paired_ratio([1.0], [1.0, 2.0])
 
 
@@ -261,7 +261,7 @@ def test_weak_scaling_is_in_work_per_second() -> None:
 
 def test_single_device_is_measured_at_one_rate_only() -> None:
     experiment = strategies(devices=[1, 2, 3], mbit=[20, 500], strategies_of_one=["local"])
-    settings = list(experiment._settings(SHAPES["distilbert"], load_scenario("galaxy-c"), lambda rate: rate))
+    settings = list(experiment._settings(load_scenario("galaxy-c"), SHAPES["distilbert"]))
     assert [(each.num_devices, each.mbit) for each in settings] == [
         (1, 20.0), (2, 20.0), (2, 500.0), (3, 20.0), (3, 500.0)
     ]  # fmt: skip
@@ -275,26 +275,17 @@ def test_resumed_run_measures_the_settings_that_are_missing(
     put_up = []
 
     class Home:
-        def __init__(self, scenario: Scenario, *_: object, **__: object) -> None:
-            self.name = scenario.name
-
-        def __enter__(self) -> Home:
-            put_up.append(self.name)
-            return self
-
-        def __exit__(self, *_: object) -> None: ...
-
-        def paper_mbit(self, paper: float) -> float:
-            return 2 * paper
+        def __init__(self, stack: object, scenario: Scenario, *_: object, **__: object) -> None:
+            put_up.append(scenario.name)
 
         def measure(self, *settings: Setting) -> list[Row]:
-            return [row(scenario=self.name, mbit=each.mbit) for each in settings]
+            return [row(scenario=each.scenario.name, paper_mbit=each.paper_mbit) for each in settings]
 
     monkeypatch.setattr("tools.bench.strategies.Bench", Home)
     experiment = strategies(scenarios=["galaxy-a", "galaxy-c"], paper_mbit=[25, 50])
     whole = list(experiment.measure(Context(tmp_path, print)))
-    assert [(each.scenario, each.mbit) for each in whole] == [
-        ("galaxy-a", 50.0), ("galaxy-a", 100.0), ("galaxy-c", 50.0), ("galaxy-c", 100.0)
+    assert [(each.scenario, each.paper_mbit) for each in whole] == [
+        ("galaxy-a", 25.0), ("galaxy-a", 50.0), ("galaxy-c", 25.0), ("galaxy-c", 50.0)
     ]  # fmt: skip
     put_up.clear()
     assert list(experiment.measure(Context(tmp_path, print, whole[:num_known]))) == whole
@@ -440,6 +431,12 @@ def test_missing_file_is_reported_in_one_line(arguments: tuple[str, ...], named:
     assert done.returncode == 1
     assert named in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_scenarios_are_listed() -> None:
+    done = bench("scenarios")
+    assert done.returncode == 0, done.stderr
+    assert "galaxy-f" in done.stdout
 
 
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -260,23 +260,6 @@ with Testbed(Scenario.model_validate_json(sys.argv[1]), Path(sys.argv[2])) as te
         assert not any(running.owner_pid == owner.pid for running in running_testbeds())
 
 
-# ---- the command ------------------------------------------------------------------------------------------------------
-
-
-def cli(*arguments: str, expect: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "tools.testbed", *arguments],
-        capture_output=True, text=True, timeout=180, cwd=REPOSITORY, check=False, env={**os.environ, "COLUMNS": "120"},
-    )  # fmt: skip
-    assert "Traceback" not in done.stderr, done.stderr
-    assert done.returncode == expect, done.stdout + done.stderr
-    return done.stdout if expect == 0 else done.stderr
-
-
-def test_scenarios_are_listed() -> None:
-    assert "galaxy-f" in cli("scenarios")
-
-
 def test_concurrent_testbeds_use_different_slots(tmp_path: Path) -> None:
     with Testbed(PAIR, tmp_path / "first") as first, Testbed(PAIR, tmp_path / "second") as second:
         assert first.address("one") != second.address("one")

@@ -1,4 +1,4 @@
-"""`python -m tools.bench`: runs experiments, and makes the pages of `docs/results` from their results."""
+"""`python -m tools.bench`: runs experiments in the scenarios of the testbed, and makes the pages of `docs/results`."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.status import Status
+from rich.table import Table
 
 from coordinator.cli.output import err, handles_errors, out
 from hearth.errors import BadSetting
@@ -21,6 +22,7 @@ from hearth.validation import first_error
 from tools import interrupts
 from tools.bench.experiment import Context, make_experiment, names, page_of, read_settings
 from tools.bench.results import RESULTS, Result, Summary, check_writable, commit, load_result, machine, measured_ago
+from tools.testbed.scenario import SCENARIOS, load_scenario
 
 _FILE_WIDTH = 160  # columns of tables, if the output is not a terminal
 screen = Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
@@ -42,6 +44,17 @@ def list_experiments() -> None:
         settings = read_settings(name)
         source = f" ({settings['source']})" if settings.get("source") else ""
         out.print(f"{name:20} {settings['title']}{source}", soft_wrap=True, markup=False)
+
+
+@app.command("scenarios")
+@handles_errors
+def list_scenarios() -> None:
+    """List the built-in scenarios of the testbed. Where a name is wanted, a TOML file of the same format does, too."""
+    table = Table("scenario", "devices", "description", show_edge=False)
+    for path in sorted(SCENARIOS.glob("*.toml")):
+        scenario = load_scenario(path)
+        table.add_row(scenario.name, str(len(scenario.devices)), scenario.description)
+    out.print(table)
 
 
 @app.command()

@@ -86,9 +86,9 @@ class EngineRunners(ProcessGroup):
         plan_id: str,
         plan: TransformerPlan,
         model: StoredModel,
-        encrypt: bool,
         link_bytes_per_second: float,
         text: str = "",
+        encrypt: bool = True,
         profile: ClusterProfile | None = None,
         draft: StoredModel | None = None,
     ) -> None:
@@ -110,6 +110,7 @@ class EngineRunners(ProcessGroup):
         if draft is not None:
             parts[DRAFT_RANK]["draft"] = [ref.model_dump() for ref in draft.refs], str(draft.store_dir)
         text, store = text or plan.model_dump_json(), str(model.store_dir)
+        encrypt = encrypt and plan.num_ranks > 1
         bound = self.call_all(names, "load", parts, plan_id=plan_id, plan=text, store=store, encrypt=encrypt)
         peers = self._peers(names, bound, link_bytes_per_second)
         others = [{"peers": [peer for peer in peers if peer["rank"] != rank]} for rank in range(plan.num_ranks)]
@@ -277,7 +278,7 @@ class Profiles:
         a plan on one device: in a step of several, a device that waits saves CPU quota and then bursts.
         """
         alone = reference_plan(model.spec, cluster, seq_len)
-        self._engine.load(_PROBE_KEY, alone, model, encrypt=False, link_bytes_per_second=1e9, profile=cluster)
+        self._engine.load(_PROBE_KEY, alone, model, link_bytes_per_second=1e9, profile=cluster)
         wanted = math.ceil(_PROBE_SECONDS / self._engine.run(_PROBE_KEY, seq_len).seconds)
         count = min(max(wanted, _PROBE_STEPS), _MOST_PROBE_STEPS)
         seconds = statistics.median(self._engine.run(_PROBE_KEY, seq_len).seconds for _ in range(count))

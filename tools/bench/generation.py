@@ -138,7 +138,7 @@ class Decoder:
         """Plan and load; the strategy is the id of the plan in the engine."""
         self.report(f"loading {strategy}")
         plan, rate = self.settings.plan(strategy, self.model, cluster, draft), mbit * 1e6 / 8
-        self.engine.load(strategy, plan, self.model, plan.num_ranks > 1, rate, profile=cluster, draft=draft)
+        self.engine.load(strategy, plan, self.model, rate, profile=cluster, draft=draft)
         return plan
 
 

@@ -7,7 +7,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -51,13 +51,15 @@ _TOLERANCE = {"exact": 1e-4, "fp16": 1e-2, "bf16": 5e-2, "int8": 0.15}
 
 @dataclass(frozen=True)
 class Setting:
-    """What all rows of one table share. `mbit`: real link rate; None: the scenario's rates, scaled."""
+    """What all rows of one table share. Without a rate, links have the scenario's rates, scaled."""
 
+    scenario: Scenario
     shape: Shape
     num_layers: int
     seq_len: int
     num_devices: int
-    mbit: float | None
+    mbit: float | None  # real link rate
+    paper_mbit: float | None  # instead, a rate of the paper
     entries: tuple[Entry, ...]
     baseline: Name | Literal["lz4 off"]
     rounds: int
@@ -140,39 +142,25 @@ def without_memory_limits(scenario: Scenario) -> Scenario:
 
 
 class Bench:
-    """A testbed with runners that are reused for many settings. A context manager."""
+    """A testbed with runners that are reused for many settings, until `stack` is left."""
 
     _gloo: GlooRunners  # if the baseline is wanted
 
     def __init__(
-        self, scenario: Scenario, folder: Path, models: Models, report: Report, *, real_mbit: bool, gloo: bool,
-        repeat_disturbed: bool,
+        self, stack: ExitStack, scenario: Scenario, folder: Path, models: Models, report: Report, *, real_mbit: bool,
+        gloo: bool, repeat_disturbed: bool,
     ) -> None:  # fmt: skip
         """`real_mbit`: every setting gives its own rate. `gloo`: also start the gloo baseline."""
-        self.scenario = scenario
-        self._folder, self._models, self._report = folder, models, report
-        self._real_mbit, self._wants_gloo, self._repeat_disturbed = real_mbit, gloo, repeat_disturbed
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Bench:
-        names = [device.name for device in self.scenario.devices]
-        with ExitStack() as stack:
-            self._report(f"{self.scenario.name}: putting up {len(names)} devices")
-            folder = Path(tempfile.mkdtemp(prefix="testbed-", dir=self._folder))
-            self._testbed = stack.enter_context(emulated(self.scenario, folder, self._real_mbit))
-            self._engine: EngineRunners = stack.enter_context(EngineRunners(self._testbed, names, all_busy=True))
-            self._profiles = Profiles(self.scenario, self._testbed, self._engine, self._report, self._repeat_disturbed)
-            if self._wants_gloo:
-                self._gloo = stack.enter_context(GlooRunners(self._testbed, names))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def paper_mbit(self, paper: float) -> float:
-        """The real rate on this machine that corresponds to a rate of the paper."""
-        return paper / PAPER_MBIT * self._testbed.link_scale
+        self.scenario, self._models, self._report = scenario, models, report
+        self._real_mbit, self._repeat_disturbed = real_mbit, repeat_disturbed
+        names = [device.name for device in scenario.devices]
+        report(f"{scenario.name}: putting up {len(names)} devices")
+        folder = Path(tempfile.mkdtemp(prefix="testbed-", dir=folder))
+        self._testbed = stack.enter_context(emulated(scenario, folder, real_mbit))
+        self._engine = stack.enter_context(EngineRunners(self._testbed, names, all_busy=True))
+        self._profiles = Profiles(scenario, self._testbed, self._engine, report, repeat_disturbed)
+        if gloo:
+            self._gloo = stack.enter_context(GlooRunners(self._testbed, names))
 
     def measure(self, *settings: Setting) -> list[Row]:
         """Measure all entries of the settings (with equal `rounds`), interleaved; rows in the order given. Raises BadSetting.
@@ -191,6 +179,8 @@ class Bench:
 
     def _prepare(self, setting: Setting, prefix: str) -> _Prepared:
         """Load all plans of a setting and run the reference."""
+        if setting.paper_mbit is not None:  # the real rate on this machine that corresponds to it
+            setting = replace(setting, mbit=setting.paper_mbit / PAPER_MBIT * self._testbed.link_scale)
         self._report(f"{self.scenario.name}: weights of {setting.shape.name}")
         model = self._models.get(setting.shape, setting.num_layers, setting.seq_len)
         names = [device.name for device in self.scenario.devices[: setting.num_devices]]
@@ -252,8 +242,7 @@ class Bench:
     def _load(self, key: str, plan: TransformerPlan, entry: Entry, prepared: _Prepared) -> None:
         self._report(f"{self.scenario.name}: loading {key}")
         slowest = min((self._rate(device.name, prepared.setting.mbit) for device in plan.devices), default=1e9)
-        encrypt = entry.encrypt and plan.num_ranks > 1
-        self._engine.load(key, plan, prepared.model, encrypt, slowest, profile=prepared.cluster)
+        self._engine.load(key, plan, prepared.model, slowest, encrypt=entry.encrypt, profile=prepared.cluster)
         prepared.keys.append(key)
 
     # ---- the rounds -----------------------------------------------------------------------------------------------

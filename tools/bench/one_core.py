@@ -87,7 +87,11 @@ class OneCore(Experiment[OneCoreRow]):
         scenario = scenario.model_copy(update={"devices": (device,)})
         check_possible(scenario)
         old_tree = checkout("old", self.old) if self.old is not None else None
-        self._check_llama()
+        if self.llama_python is not None and not self.llama_python.is_file():
+            raise BadSetting(
+                setting="llama_python", reason=f"there is no {self.llama_python}; make it by `python -m venv`, then "
+                "`pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36 gguf` with its pip",
+            )  # fmt: skip
         context.report("making the model")
         directory = decoder_directory(self.model, context.folder, "float32")
         with ExitStack() as stack:
@@ -105,7 +109,9 @@ class OneCore(Experiment[OneCoreRow]):
                 context.report(f"loading {weights}")
                 kernels[NEW] = self._load(engine, model, cluster)
                 if old_tree is not None:
-                    self._load_old(old_testbed, engines[OLD], model, cluster)
+                    tokens = self.prompt_tokens + self.new_tokens
+                    plan, text = plan_of_checkout(old_testbed, model, cluster, "local", self.prompt_tokens, tokens)
+                    engines[OLD].load("one", plan, model, _RATE, text)
                 for program, each in engines.items():
                     runs[program] = partial(each.generate, "one", self._prompt, self.new_tokens)
                 found, _ = interleaved(runs, self.rounds, context.report)
@@ -116,13 +122,6 @@ class OneCore(Experiment[OneCoreRow]):
     @property
     def _prompt(self) -> list[int]:
         return made_up_prompt(self.model["vocab_size"], self.prompt_tokens)
-
-    def _check_llama(self) -> None:
-        if self.llama_python is not None and not self.llama_python.is_file():
-            raise BadSetting(
-                setting="llama_python", reason=f"there is no {self.llama_python}; make it by `python -m venv`, then "
-                "`pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36 gguf` with its pip",
-            )  # fmt: skip
 
     def _others(
         self, stack: ExitStack, testbed: Testbed, name: str, directory: Path, context: Context
@@ -155,15 +154,9 @@ class OneCore(Experiment[OneCoreRow]):
         times = tuple(time for time in device.blocks.kernels if time.layout not in self.leave_out)
         blocks = device.blocks.model_copy(update={"kernels": times})
         chosen = cluster.model_copy(update={"devices": (device.model_copy(update={"blocks": blocks}),)})
-        engine.load("one", plan_transformer(request).plan, model, False, _RATE, profile=chosen)
+        engine.load("one", plan_transformer(request).plan, model, _RATE, profile=chosen)
         up = max(choose_kernels(times), key=lambda choice: choice.num_outputs, default=None)
         return "" if up is None else f"{up.layout}: " + ", ".join(dict.fromkeys(up.kernels))
-
-    def _load_old(self, testbed: Testbed, engine: EngineRunners, model: StoredModel, cluster: ClusterProfile) -> None:
-        """Load the older checkout, with a plan that it makes itself."""
-        context = self.prompt_tokens + self.new_tokens
-        plan, text = plan_of_checkout(testbed, model, cluster, "local", self.prompt_tokens, context)
-        engine.load("one", plan, model, False, _RATE, text)
 
     def _rows(
         self, found: Mapping[str, Sequence[Answer]], kernels: Mapping[str, str], weights: str

@@ -160,14 +160,13 @@ class Finding(Record):
 
     figure: str
     measured: str
-    value: float | None = None  # the figure itself, in the unit that `measured` names
     target: str = ""
     holds: bool | None = None
 
 
 def without_target(figure: str, value: float, form: Format, detail: str = "") -> Finding:
     """`form` writes the value, `detail` follows in parentheses; so in all functions here."""
-    return Finding(figure=figure, measured=f"{form(value)} ({detail})" if detail else form(value), value=value)
+    return Finding(figure=figure, measured=f"{form(value)} ({detail})" if detail else form(value))
 
 
 def at_most(figure: str, value: float, limit: float, form: Format, detail: str = "") -> Finding:

@@ -245,7 +245,7 @@ class Scenarios(Experiment[ScenarioRow]):
             distinct = distinct_plans(plans)
             for name in dict.fromkeys(distinct.values()):
                 report(f"loading {name}")
-                engine.load(name, plans[name], model, plans[name].num_ranks > 1, _WITHOUT_LIMIT, profile=cluster)
+                engine.load(name, plans[name], model, _WITHOUT_LIMIT, profile=cluster)
             runs = {name: partial(run, name) for name in distinct.values()}
             measured, distrust = interleaved(runs, self.rounds, report)
         for name, plan in plans.items():

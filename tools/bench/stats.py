@@ -36,8 +36,6 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
     Raises ValueError if there are no rounds or the numbers of rounds differ.
     """
-    if len(numerators) != len(denominators) or not numerators:
-        raise ValueError(f"{len(numerators)} and {len(denominators)} rounds cannot be paired")
     ratios = [a / b for a, b in zip(numerators, denominators, strict=True)]
     return Ratio(statistics.median(ratios), *bootstrap_interval(ratios))
 

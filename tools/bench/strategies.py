@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import product
+from contextlib import ExitStack
+from itertools import groupby, product
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -54,37 +55,37 @@ class Strategies(Experiment[Row]):
         if self.mbit and self.paper_mbit:
             raise BadSetting(setting="mbit", reason="give either real rates or the paper's")
         shapes, scenarios = [find_shape(name) for name in self.models], [load_scenario(name) for name in self.scenarios]
-        for scenario, shape in product(scenarios, shapes):
-            for setting in self._settings(shape, scenario, lambda rate: rate):
-                if setting.num_devices > len(scenario.devices):
-                    raise BadSetting(setting="devices", reason=f"{scenario.name} has only {len(scenario.devices)}")
-                shape.shortened(self.layers, setting.seq_len)
+        settings = [each for scenario, shape in product(scenarios, shapes) for each in self._settings(scenario, shape)]
+        for each in settings:
+            if each.num_devices > len(each.scenario.devices):
+                raise BadSetting(
+                    setting="devices", reason=f"{each.scenario.name} has only {len(each.scenario.devices)}"
+                )
+            each.shape.shortened(self.layers, each.seq_len)
         yield from context.known
-        left = len(by_setting(context.known))  # settings that were measured; always in the same order
+        missing = settings[len(by_setting(context.known)) :]  # they are always in the same order
         models = Models(context.folder)
-        for scenario in scenarios:
-            planned = sum(len(list(self._settings(shape, scenario, lambda rate: rate))) for shape in shapes)
-            if planned <= left:
-                left -= planned
-                continue
-            options = {"real_mbit": bool(self.mbit), "gloo": any(name in GLOO for name in self.strategies)}
-            options["repeat_disturbed"] = self.repeat_disturbed
-            with Bench(scenario, context.folder, models, context.report, **options) as bench:
-                for shape in shapes:
-                    settings = list(self._settings(shape, scenario, bench.paper_mbit))
-                    settings, left = settings[left:], max(left - len(settings), 0)
-                    for group in [settings] if self.interleave and settings else [[each] for each in settings]:
-                        yield from bench.measure(*group)
+        for scenario, of_scenario in groupby(missing, lambda each: each.scenario):
+            with ExitStack() as stack:
+                bench = Bench(
+                    stack, scenario, context.folder, models, context.report, real_mbit=bool(self.mbit),
+                    gloo=any(name in GLOO for name in self.strategies), repeat_disturbed=self.repeat_disturbed,
+                )  # fmt: skip
+                for _, of_shape in groupby(of_scenario, lambda each: each.shape):
+                    for together in [of_shape] if self.interleave else [[each] for each in of_shape]:
+                        yield from bench.measure(*together)
 
-    def _settings(self, shape: Shape, scenario: Scenario, real_mbit: Callable[[float], float]) -> Iterator[Setting]:
-        rates: list[float | None] = [*self.mbit, *map(real_mbit, self.paper_mbit)] or [None]
+    def _settings(self, scenario: Scenario, shape: Shape) -> Iterator[Setting]:
+        rates = [*((rate, None) for rate in self.mbit), *((None, rate) for rate in self.paper_mbit)] or [(None, None)]
         for count in self.devices or (len(scenario.devices),):
             chosen = (self.strategies_of_one if count == 1 else ()) or self.strategies
             compared = entries(chosen, self.wires, self.lz4, self.plain)
             lengths = self.seq_lens if self.rows_per_device is None else (self.rows_per_device * count,)
             for seq_len in lengths:
                 for rate in rates if count > 1 else rates[:1]:
-                    yield Setting(shape, self.layers, seq_len, count, rate, compared, self.baseline, self.rounds)
+                    yield Setting(
+                        scenario, shape, self.layers, seq_len, count, *rate, compared, self.baseline, self.rounds
+                    )
 
     def summary(self, rows: Sequence[Row]) -> Summary:
         wrong = "an output differs from that of a single device; its row is marked"

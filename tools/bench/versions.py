@@ -168,7 +168,7 @@ def steps(name: str, trees: Trees, folder: Path, report: Report) -> Iterator[Sid
         rate = min(old.mbit(device.name, case.mbit) for device in plan.devices) * 1e6 / 8
         for each in runners:
             report(f"{name}: loading")
-            each.load(name, plan, model, plan.num_ranks > 1, rate, text)
+            each.load(name, plan, model, rate, text)
         old_work, new_work = (_work(case, name, model.spec.vocab_size, each) for each in runners)
         yield old_work, new_work
 
