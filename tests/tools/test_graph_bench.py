@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tools.bench.graphs import Served, predicts_gain, served_table, summarise_served
+from tools.bench.graphs import Served, predicts_gain, summarise_served
 
 
 def served(
@@ -26,7 +26,7 @@ def served(
 def test_gain_is_paired() -> None:
     one = served("one device", (0.2, 0.4, 0.22), 0.21)
     slow, fast = served("exact", (0.11, 0.21, 0.12), 0.12, 3), served("int8", (0.08, 0.16, 0.088), 0.085, 3)
-    table = served_table("a title", [one, slow, fast])
+    (table,) = summarise_served("a title", [one, slow, fast]).tables
     gains = [row[table.columns.index("times one device's")] for row in table.rows]
     assert gains == ["1.00 [1.00, 1.00]", "1.83 [1.82, 1.90]", "2.50 [2.50, 2.50]"]
 
@@ -45,7 +45,7 @@ def test_wrong_answers_are_reported() -> None:
 
 
 def test_table_has_a_row_for_each_plan() -> None:
-    table = served_table("a title", [served("one device", (1.0,), 0.9), served("two", (0.5,), 0.5, 2)])
+    (table,) = summarise_served("a title", [served("one device", (1.0,), 0.9), served("two", (0.5,), 0.5, 2)]).tables
     assert [row[0] for row in table.rows] == ["one device", "two"]
     assert "-10.0%" in table.rows[0]
     assert {len(row) for row in table.rows} == {len(table.columns)}

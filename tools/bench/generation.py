@@ -359,7 +359,7 @@ class Speculation(_Shortcut[SpeculationRow]):
         # The best oracle is first: its warm-up measures steps of many rows.
         qualities = sorted((_NO_GUESSES, *self.right), reverse=True)
         runs = {right: partial(generate, right) for right in qualities}
-        found, disturbed = interleaved(runs, self.rounds, lambda step: home.report(f"{strategy}: {step}"))
+        found, load = interleaved(runs, self.rounds, lambda step: home.report(f"{strategy}: {step}"))
         for right in reversed(qualities):
             answers = found[right]
             yield SpeculationRow(
@@ -372,7 +372,7 @@ class Speculation(_Shortcut[SpeculationRow]):
                 bound=statistics.median(
                     speed_up_bound(right, each["step_seconds"], each["draft_seconds"]) for each in answers
                 ),
-                draft_seconds=statistics.median(each["draft_seconds"] for each in answers), disturbed=disturbed,
+                draft_seconds=statistics.median(each["draft_seconds"] for each in answers), disturbed=load.distrust,
             )  # fmt: skip
 
     def summary(self, rows: Sequence[SpeculationRow]) -> Summary:
@@ -434,10 +434,6 @@ class PrefixRow(Record):
     same_tokens: int  # rounds in which both answers were equal
     disturbed: str = ""  # why times cannot be trusted
 
-    @property
-    def all_found(self) -> bool:
-        return set(self.num_cached) == {self.prefix_tokens}
-
 
 class PrefixCache(_Shortcut[PrefixRow]):
     """Prompts that share a prefix."""
@@ -465,7 +461,7 @@ class PrefixCache(_Shortcut[PrefixRow]):
         home.report(f"{strategy}: computing the prefix")
         answer("cached", iter([-2]))
         runs = {kind: partial(answer, kind, count(-1)) for kind in _SCOPES}
-        found, disturbed = interleaved(runs, self.rounds, lambda step: home.report(f"{strategy}: {step}"))
+        found, load = interleaved(runs, self.rounds, lambda step: home.report(f"{strategy}: {step}"))
         cached, whole = (
             tuple(each["times"][0] - each["submitted"] for each in answers) for answers in found.values()
         )  # fmt: skip
@@ -475,7 +471,7 @@ class PrefixCache(_Shortcut[PrefixRow]):
             instruction_set=", ".join(dict.fromkeys(device.instruction_set for device in home.scenario.devices)),
             prefix_tokens=num_prefix, other_tokens=num_other, cached=cached, whole=whole,
             num_cached=tuple(each["cached"] for each in found["cached"]), share=paired_ratio(cached, whole),
-            same_tokens=sum(one["tokens"] == other["tokens"] for one, other in pairs), disturbed=disturbed,
+            same_tokens=sum(one["tokens"] == other["tokens"] for one, other in pairs), disturbed=load.distrust,
         )  # fmt: skip
 
     def summary(self, rows: Sequence[PrefixRow]) -> Summary:
@@ -489,8 +485,9 @@ class PrefixCache(_Shortcut[PrefixRow]):
             "same answers": lambda row: f"{row.same_tokens} of {len(row.cached)}",
         }
         title = f"Time to the first token, {_MBIT:.0f} Mbit/s"
+        missed = [row for row in rows if set(row.num_cached) != {row.prefix_tokens}]
         return Summary(
             conclusions=tuple(f"{row.strategy}: {row.disturbed}" for row in rows if row.disturbed),
             tables=(Table.of_columns(title, columns, rows),),
-            failure="" if all(row.all_found for row in rows) else "the prefix was not found in the KV cache",
+            failure="the prefix was not found in the KV cache" if missed else "",
         )

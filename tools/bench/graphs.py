@@ -280,21 +280,17 @@ def repriced_seconds(spec: GraphSpec, plan: GraphPlan, mbit: float) -> float:
     return predict_segments(spec, plan.body.segments, cluster, ranks, values=plan.wire.values).latency_seconds
 
 
-def summarise_served(title: str, rows: Sequence[Served]) -> Summary:
-    """The table. The run fails if an output is not that of one device."""
-    wrong = [row.label for row in rows if row.difference > _TOLERANCE[row.wire]]
-    failure = f"outputs differ too much from those of one device: {', '.join(wrong)}" if wrong else ""
-    return Summary(tables=(served_table(title, rows),), failure=failure)
-
-
 def predicts_gain(one: Served, placed: Served) -> bool:
     """Whether the placement is predicted to be faster on several devices than on one."""
     return len(placed.devices) > 1 and one.predicted_seconds > NO_GAIN * placed.predicted_seconds
 
 
-def served_table(title: str, served: Sequence[Served]) -> Table:
-    """The measurements, one row for each plan. The first plan at each link rate is that of one device."""
-    ones = {each.mbit: each for each in reversed(served)}
+def summarise_served(title: str, rows: Sequence[Served]) -> Summary:
+    """The table, one row for each plan; the first one at each link rate is that of one device.
+
+    The run fails if an output is not that of one device.
+    """
+    ones = {each.mbit: each for each in reversed(rows)}
     columns: Mapping[str, Callable[[Served], object]] = {
         "plan": lambda each: each.label,
         "strategy": lambda each: each.strategy,
@@ -309,4 +305,6 @@ def served_table(title: str, served: Sequence[Served]) -> Table:
         "answers": lambda each: sum(part.answers for part in each.rounds),
         "largest difference": lambda each: f"{each.difference:.1e}",
     }
-    return Table.of_columns(title, columns, served)
+    wrong = [row.label for row in rows if row.difference > _TOLERANCE[row.wire]]
+    failure = f"outputs differ too much from those of one device: {', '.join(wrong)}" if wrong else ""
+    return Summary(tables=(Table.of_columns(title, columns, rows),), failure=failure)

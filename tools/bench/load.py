@@ -91,15 +91,7 @@ def calmest_of(measure: Callable[[], _Result], most_times: int) -> _Result:
 
 
 def interleaved(
-    runs: Mapping[_Name, Callable[[], _Result]], rounds: int, report: Callable[[str], None]
-) -> tuple[dict[_Name, list[_Result]], str]:
-    """`calmest_rounds` of just so many, and why their times cannot be trusted; empty if they can."""
-    found, load = calmest_rounds(runs, rounds, rounds, report)
-    return found, load.distrust
-
-
-def calmest_rounds(
-    runs: Mapping[_Name, Callable[[], _Result]], rounds: int, most_rounds: int, report: Callable[[str], None]
+    runs: Mapping[_Name, Callable[[], _Result]], rounds: int, report: Callable[[str], None], most_rounds: int = 0
 ) -> tuple[dict[_Name, list[_Result]], BackgroundLoad]:
     """Run all of `runs` in every round, in rotated order, after a warm-up round that does not count.
 
@@ -111,7 +103,7 @@ def calmest_rounds(
     spans: list[tuple[Snapshot, Snapshot]] = []
     results: list[dict[_Name, _Result]] = []
     loads: list[BackgroundLoad] = []
-    while (calm := sum(not load.distrust for load in loads)) < rounds and len(loads) < most_rounds:
+    while (calm := sum(not load.distrust for load in loads)) < rounds and len(loads) < max(rounds, most_rounds):
         report(f"round {len(loads) + 1}, {calm} of {rounds} undisturbed")
         before = snapshot()
         results.append({name: runs[name]() for name in rotated(list(runs), len(loads))})

@@ -21,7 +21,7 @@ from hearth.plan.profile import ClusterProfile
 from hearth.platform.units import format_bytes
 from tools.bench.bound import bound_seconds
 from tools.bench.drive import EngineRunners, GlooRunners, Profiles, Report, Sample, StoredModel, Traces
-from tools.bench.load import BackgroundLoad, calmest_rounds
+from tools.bench.load import BackgroundLoad, interleaved
 from tools.bench.plans import (
     GLOO,
     REFERENCE,
@@ -258,9 +258,7 @@ class Bench:
             if each.computations is not None:
                 runs.setdefault(each.computations, partial(self._engine.compute, each.key, each.seq_len))
         most_rounds = rounds * (_MOST_ROUNDS if self._repeat_disturbed else 1)
-        found, load = calmest_rounds(
-            runs, rounds, most_rounds, lambda line: self._report(f"{self.scenario.name}: {line}")
-        )
+        found, load = interleaved(runs, rounds, lambda line: self._report(f"{self.scenario.name}: {line}"), most_rounds)
         for each in steps:
             each.samples += found[each.key]
             each.computed += found.get(each.computations or "", [])

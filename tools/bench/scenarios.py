@@ -127,8 +127,7 @@ def _of_auto(row: ScenarioRow, rows: Sequence[ScenarioRow]) -> Finding:
     if row.same_plan_as == LOCAL:
         return without_target(figure, 1.0, "{:.2f}".format, "the same plan, measured once")
     ratio = ratio_to_local(row, rows)
-    if ratio is None:
-        raise ValueError(f"{row.at}: no single device was measured")
+    assert ratio is not None, f"{row.at}: no single device was measured"
     return at_most(figure, ratio.median, TARGET_RATIO, "{:.2f}".format, f"{ratio.interval}, {row.plan}")
 
 
@@ -247,14 +246,14 @@ class Scenarios(Experiment[ScenarioRow]):
                 report(f"loading {name}")
                 engine.load(name, plans[name], model, _WITHOUT_LIMIT, profile=cluster)
             runs = {name: partial(run, name) for name in distinct.values()}
-            measured, distrust = interleaved(runs, self.rounds, report)
+            measured, load = interleaved(runs, self.rounds, report)
         for name, plan in plans.items():
             yield ScenarioRow(
                 scenario=testbed.scenario.name, workload=workload, strategy=name, plan=describe(plan),
                 media=tuple(_names(cluster, medium.device_ids) for medium in cluster.media),
                 actual_media=tuple(", ".join(sorted(testbed.scenario.stations(each.name))) for each in testbed.scenario.media),
                 predicted_seconds=self._predicted(plan), seconds=tuple(measured[distinct[name]]),
-                same_plan_as=distinct[name] if distinct[name] != name else None, distrust=distrust,
+                same_plan_as=distinct[name] if distinct[name] != name else None, distrust=load.distrust,
             )  # fmt: skip
 
     def _step_rows(self, workload: Workload) -> int:

@@ -136,13 +136,13 @@ _COLUMNS: dict[str, Callable[[VersionsRow], str]] = {
 
 def compare(name: str, sides: Sides, rounds: int, report: Report) -> Iterator[VersionsRow]:
     """Measure both sides in rounds; yield a row for each figure."""
-    found, distrust = interleaved(dict(enumerate(sides)), rounds, lambda step: report(f"{name}: {step}"))
+    found, load = interleaved(dict(enumerate(sides)), rounds, lambda step: report(f"{name}: {step}"))
     first = found[0][0]
     same = None if first.output is None else all(each.output == first.output for each in (*found[0], *found[1]))
     for figure in first.seconds:
         old, new = (tuple(each.seconds[figure] for each in side) for side in found.values())
         yield VersionsRow(
-            case=name, figure=figure, ratio=paired_ratio(new, old), same_output=same, distrust=distrust,
+            case=name, figure=figure, ratio=paired_ratio(new, old), same_output=same, distrust=load.distrust,
             old_seconds=old, new_seconds=new,
         )  # fmt: skip
 

@@ -19,23 +19,22 @@ def status(pid: str) -> dict[str, str]:
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
+def cgroup_file(service: str, controller: str, *names: str) -> Path | None:
+    """The first of these files of the cgroup of a service that is there, in version 1 or 2 of cgroups."""
+    root, group = Path("/sys/fs/cgroup"), Path("system.slice", f"{service}.service")
+    paths = (folder / group / name for folder in (root / controller, root, root / "unified") for name in names)
+    return next(filter(Path.exists, paths), None)
+
+
 def limit(service: str, controller: str, *names: str) -> str:
-    """What the cgroup of a service says, in version 1 or 2 of cgroups."""
-    folders = (Path("/sys/fs/cgroup") / controller, Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"))
-    for folder in folders:
-        for name in names:
-            path = folder / "system.slice" / f"{service}.service" / name
-            if path.exists():
-                return path.read_text().strip()
-    return ""
+    """What the cgroup of a service says; empty if it has none of these files."""
+    path = cgroup_file(service, controller, *names)
+    return path.read_text().strip() if path else ""
 
 
 def refuses_public_addresses(service: str) -> bool:
     """Whether a packet to a public address is refused in the service's cgroup, and one to this machine is not."""
-    folders = [Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup")]
-    procs = next(
-        (p for f in folders if (p := f / "system.slice" / f"{service}.service" / "cgroup.procs").exists()), None
-    )
+    procs = cgroup_file(service, "unified", "cgroup.procs")
     if procs is None:
         return False
     code = (

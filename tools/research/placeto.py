@@ -158,7 +158,7 @@ class Placeto:
             seen[operator] = state
             logits = self._logits(seen[operator : operator + 1], np.array([operator]))[0]
             chances = logits.softmax(-1).double().numpy()
-            device = int(logits.argmax()) if greedy else self._sample(chances)
+            device = int(logits.argmax() if greedy else self._generator.choice(num_devices, p=chances))
             values[operator + 1] = values[operator]
             if device != devices[operator]:
                 state[operator, [placed + devices[operator], placed + device]] = 0.0, 1.0
@@ -173,10 +173,6 @@ class Placeto:
         kept = torch.from_numpy(_KEEP_LOGIT * features_SNF[np.arange(len(current_S)), current_S, devices])
         found: Tensor = self._network(torch.from_numpy(features_SNF), torch.from_numpy(current_S)) + kept
         return found
-
-    def _sample(self, chances: Floats) -> int:
-        below = np.searchsorted(np.cumsum(chances), self._generator.random(), side="right")
-        return min(int(below), self._problem.num_devices - 1)
 
     def _value(self, devices: Sequence[int]) -> float:
         """The makespan over the first one, plus the penalty for memory. Keeps the best schedule that fits."""

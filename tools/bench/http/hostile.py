@@ -13,6 +13,7 @@ import socket
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from functools import lru_cache, partial
 from itertools import cycle
 from pathlib import Path
@@ -92,18 +93,14 @@ class Hostile(HttpClients):
 
     async def unread_chats(self, token: str) -> None:
         _, writer = await _connection(limit=1)  # bytes that it reads
-        try:
+        with closing(writer):
             writer.write(request_bytes("POST", "/v1/chat/completions", token, {**_chat(_LONG), "stream": True}))
             await asyncio.sleep(_HELD_SECONDS)
-        finally:
-            writer.close()
 
     async def idle_connections(self, token: str) -> None:
         reader, writer = await _connection()
-        try:
+        with closing(writer):
             await with_timeout(_HELD_SECONDS, reader.read(1))
-        finally:
-            writer.close()
 
     async def large_bodies(self, token: str, num_different: int) -> None:
         self._num_bodies += 1
