@@ -160,8 +160,6 @@ class GlooTensorParallel:
         return F.layer_norm(x, gain.shape, gain, bias, self._spec.norm_eps)
 
     def _all_reduce(self, y_TH: Tensor, wire: str) -> Tensor:
-        if self._num_ranks == 1:
-            return y_TH
         if wire == "fp16":
             half = y_TH.half()
             dist.all_reduce(half)

@@ -17,7 +17,7 @@ import psutil
 
 from coordinator.models.checkpoint.families import FAMILIES
 from hearth.errors import BadSetting
-from tools.bench.shapes import SHAPES, find_shape, save_random_model
+from tools.bench.shapes import find_shape, save_random_model
 from tools.testbed import Scenario, Testbed, load_scenario
 from tools.testbed.network import run_command
 from tools.testbed.scenario import EmulatedDevice
@@ -26,7 +26,7 @@ HUB = "hub"  # the device of the coordinator and of client apps, with its own li
 _SHARED_MBIT = 1000.0  # of the links of devices that share all cores
 _STOP_SECONDS = 20.0  # for a coordinator to end after SIGTERM: longer than it drains requests
 
-Model = str | Mapping[str, Any]  # a checkpoint's directory; or a shape's name, a config.json or its content
+Model = str | Mapping[str, Any]  # a shape's name, a config.json or its content
 
 
 def hub_scenario(num_devices: int, mbit: float, cpu_share: float | None = None) -> Scenario:
@@ -82,13 +82,11 @@ def on_quietest_core(scenario: Scenario) -> Iterator[None]:
 
 
 def decoder_directory(model: Model, folder: Path, dtype: str = "bfloat16") -> Path:
-    """The model's directory. If only its shape is given: random weights, saved in `folder`. Raises BadSetting.
+    """A directory in `folder` with a model of random weights. Raises BadSetting.
 
-    Such a model has no end token, because it would emit it at random.
+    It has no end token, because it would emit it at random.
     """
     if isinstance(model, str):
-        if model not in SHAPES and Path(model).is_dir():
-            return Path(model)
         model = find_shape(model).config
     family = FAMILIES.get(str(model.get("model_type")))
     if family is None or not family.facts.get("causal"):

@@ -207,12 +207,9 @@ def _if_run(cell: Callable[[Row], object]) -> Callable[[Row], object]:
 
 
 def _bound(row: Row) -> str:
-    if row.bound_seconds is None:
+    if row.bound_seconds is None or row.bound_share is None:
         return ""
-    share = f"{row.bound_seconds / row.median_seconds:.0%}"
-    if row.bound_share is not None:
-        share = "{:.0%} [{:.0%}, {:.0%}]".format(*row.bound_share)
-    return f"{format_seconds(row.bound_seconds)} ({share})"
+    return "{} ({:.0%} [{:.0%}, {:.0%}])".format(format_seconds(row.bound_seconds), *row.bound_share)
 
 
 def _prediction(seconds: float | None, error: float | None) -> str:

@@ -67,21 +67,17 @@ class ProcessGroup:
     def call_each(
         self, requests: Mapping[str, Mapping[str, Any]], timeout_seconds: float = _ANSWER_SECONDS
     ) -> dict[str, dict[str, Any]]:
-        """Send each device its request, wait for all answers. Raises InternalError (a child's error), DeadlineExceeded."""
-        for device, request in requests.items():
-            self.send(device, request)
-        return self.receive(list(requests), timeout_seconds)
-
-    def receive(self, devices: Sequence[str], timeout_seconds: float) -> dict[str, dict[str, Any]]:
-        """Wait for the answers of these devices to requests that were sent. Raises as `call_each`.
+        """Send each device its request, wait for all answers. Raises InternalError (a child's error), DeadlineExceeded.
 
         The first error is raised soon, even if others do not answer: they may wait for the device with the error.
         """
+        for device, request in requests.items():
+            self._wait([device], zmq.POLLOUT, time.monotonic() + _ANSWER_SECONDS)  # until the child has connected
+            self._sockets[device].send(json.dumps(request).encode())
         deadline = time.monotonic() + timeout_seconds
         answers: dict[str, dict[str, Any]] = {}
         failed = ""
-        while len(answers) < len(devices):
-            waiting = [device for device in devices if device not in answers]
+        while waiting := [device for device in requests if device not in answers]:
             try:
                 device = self._wait(waiting, zmq.POLLIN, deadline)
             except HearthError:
@@ -92,9 +88,9 @@ class ProcessGroup:
             if "error" in answers[device] and not failed:
                 failed, deadline = device, min(deadline, time.monotonic() + _AFTER_ERROR_SECONDS)
         if failed:
-            logs = "".join(f"; log of {other}: {line}" for other in devices if (line := self._last_line(other)))
+            logs = "".join(f"; log of {other}: {line}" for other in requests if (line := self._last_line(other)))
             raise InternalError(where=f"{self._module} on {failed}", reason=answers[failed]["error"] + logs)
-        return {device: answers[device] for device in devices}
+        return {device: answers[device] for device in requests}
 
     def call_all(
         self, devices: Sequence[str], method: str, own: Sequence[Mapping[str, Any]] = (), **arguments: Any
@@ -102,11 +98,6 @@ class ProcessGroup:
         """Send all these devices the same request, if given with `own` arguments of each; answers as `call_each`."""
         ranks = zip(devices, own or [{}] * len(devices), strict=True)
         return self.call_each({device: {"do": method, **arguments, **each} for device, each in ranks})
-
-    def send(self, device: str, request: Mapping[str, Any]) -> None:
-        """Send a request without waiting for the answer, but until the child has connected. Raises as `call_each`."""
-        self._wait([device], zmq.POLLOUT, time.monotonic() + _ANSWER_SECONDS)
-        self._sockets[device].send(json.dumps(request).encode())
 
     def _wait(self, devices: Sequence[str], event: int, deadline: float) -> str:
         """Wait until the socket of one of these children can be read or written, as long as all run; returns its device.

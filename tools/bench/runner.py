@@ -175,34 +175,27 @@ class Runner:
         `draft`: chunks and store of its draft model.
         """
         parsed = plan_from_json(plan, TransformerPlan)
-        refs = tuple(ChunkRef.model_validate(chunk) for chunk in chunks)
-        choices = tuple(KernelChoice.model_validate(choice) for choice in kernels)
-        shard = self._shard(parsed, rank, refs, Path(store), choices)
+        shard = self._shard(parsed, rank, chunks, store, kernels)
         keypair = new_keypair() if encrypt else None
         transport = SocketTransport(rank, parsed.num_ranks, self._host, (0, 0), keypair)
         self._loaded[plan_id] = loaded = _Loaded(parsed, rank, shard, transport)
         if draft is not None and (alone := draft_plan(parsed)) is not None:
-            refs = tuple(ChunkRef.model_validate(chunk) for chunk in draft[0])
-            whole = self._shard(alone, 0, refs, Path(draft[1]), ())
+            whole = self._shard(alone, 0, *draft)
             loaded.draft = DraftOracle(alone, whole, parsed.model.vocab_size, torch.device("cpu"))
         return {"port": transport.port, "public_key": transport.public_key}
 
     def _shard(
-        self,
-        plan: TransformerPlan,
-        rank: int,
-        refs: tuple[ChunkRef, ...],
-        store: Path,
-        kernels: tuple[KernelChoice, ...],
+        self, plan: TransformerPlan, rank: int, chunks: Sequence[Any], store: str, kernels: Sequence[Any] = ()
     ) -> Shard:
         """Load a shard. Plans that differ only in communication share their weights."""
         shares = plan.body.model_dump(mode="json", exclude={"overlap", "exact_links", "seq_len", "generation"})
-        key = json.dumps([str(store), rank, shares, [choice.model_dump() for choice in kernels]], sort_keys=True)
+        key = json.dumps([store, rank, shares, kernels], sort_keys=True)
         if (shard := self._shards.get(key)) is None:
-            shard = load_shard(
-                plan, rank, refs, lambda name: store / name[:2] / name, torch.device("cpu"), kernels=kernels
+            refs = tuple(map(ChunkRef.model_validate, chunks))
+            choices = tuple(map(KernelChoice.model_validate, kernels))
+            shard = self._shards[key] = load_shard(
+                plan, rank, refs, lambda name: Path(store, name[:2], name), torch.device("cpu"), kernels=choices
             )
-            self._shards[key] = shard
         return shard
 
     def connect(self, plan_id: str, peers: list[Any]) -> None:

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional
@@ -341,12 +342,7 @@ class Trace(NamedTuple):
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def run_episodes(
-    instance: Instance,
-    policy: DualPolicy,
-    encoding: Encoding,
-    rules: Rules,
-    num_episodes: int,
-    rng: np.random.Generator | None,
+    instance: Instance, policy: DualPolicy, encoding: Encoding, rules: Rules, num_episodes: int, rng: Generator | None
 ) -> Trace:
     """Place all operators in each episode: samples of the softmax, or without `rng` the most probable choices."""
     problem, steps = instance.problem, []
@@ -380,7 +376,7 @@ def run_episodes(
     return Trace(operators, devices, candidates, allowed, features, taught, taught_devices, fits_B)
 
 
-def _choose(logits: Floats | float, allowed: Mask, rng: np.random.Generator | None) -> Indices:
+def _choose(logits: Floats | float, allowed: Mask, rng: Generator | None) -> Indices:
     scores = np.where(allowed, logits, -np.inf)
     if rng is not None:  # the greatest sum of logit and Gumbel noise is a sample of the softmax
         scores[allowed] -= np.log(rng.standard_exponential(np.count_nonzero(allowed)))

@@ -281,10 +281,8 @@ def find_files(setting: str, folder: Path, suffixes: Sequence[str]) -> dict[str,
     """The folder's files with these suffixes by name, sorted. Raises BadSetting if there are none."""
     found = {path.stem: path for path in sorted(folder.glob("*")) if path.suffix in suffixes}
     if not found:
-        reason = (
-            f"the folder {folder} holds no {' or '.join(suffixes)} files; the experiment's module says how to get them, "
-            f"and --set {setting}=DIR names another folder"
-        )
+        kinds = " or ".join(suffixes)
+        reason = f"the folder {folder} holds no {kinds} files; --set {setting}=DIR names another one"
         raise BadSetting(setting=setting, reason=reason)
     return found
 

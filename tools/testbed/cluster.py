@@ -95,7 +95,8 @@ class Testbed:
         check_possible(self.scenario)
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked():
-            remove_orphans()
+            for orphan in filter(lambda running: running.orphaned, running_testbeds()):
+                Testbed.attached(orphan).down()
             self._attach(claim(self.scenario, self.folder).slot)
         media = {medium.name: medium for medium in self.scenario.media}
         self.network.create(
@@ -161,22 +162,22 @@ class Testbed:
         for cgroup in self.cgroups.values():
             cgroup.remove()
         self.network.remove()
-        release(self._slot)
+        _path(self._slot).unlink(missing_ok=True)
         self._slot = None
 
     def pids(self, name: str) -> list[int]:
         """Processes of a device: those in its namespace or its cgroups."""
         return sorted({*self.network.pids(name), *self.cgroups[name].pids()})
 
-    def _all_pids(self) -> set[int]:
-        """Processes of all devices, and the relays in the switch's namespace."""
-        return {*self.network.pids(SWITCH), *(pid for name in self._names for pid in self.pids(name))}
-
     def _stop(self, number: int) -> None:
-        """Signal all processes, also later ones, and wait for their end."""
+        """Signal all processes of devices and the relays, also later ones, and wait for their end."""
+
+        def running() -> set[int]:
+            return {*self.network.pids(SWITCH), *(pid for name in self._names for pid in self.pids(name))}
+
         deadline = time.monotonic() + _STOP_SECONDS
         signalled: set[int] = set()
-        while (pids := self._all_pids()) and time.monotonic() < deadline:
+        while (pids := running()) and time.monotonic() < deadline:
             for process in self._processes:
                 process.poll()  # reaps it
             for pid in pids - signalled:
@@ -340,13 +341,6 @@ def _what_is_too_much(scenario: Scenario) -> str:
     return ""
 
 
-def remove_orphans() -> None:
-    """Remove the testbeds whose owner was killed. Call it while holding `locked`."""
-    for running in running_testbeds():
-        if running.orphaned:
-            Testbed.attached(running).down()
-
-
 def wait_until(what: str, probe: Callable[[], bool], seconds: float) -> None:
     """Poll until `probe` returns True. Raises DeadlineExceeded."""
     deadline = time.monotonic() + seconds
@@ -415,11 +409,6 @@ def claim(scenario: Scenario, folder: Path) -> Running:
     running = Running(slot=slot, scenario=scenario, folder=str(folder), owner_pid=owner, owner_ticks=start_ticks(owner))
     _path(running.slot).write_text(running.model_dump_json())
     return running
-
-
-def release(slot: int) -> None:
-    """Free a slot; it may be free already."""
-    _path(slot).unlink(missing_ok=True)
 
 
 def start_ticks(pid: int) -> int | None:
