@@ -32,7 +32,7 @@ from tools.bench.load import BackgroundLoad, Process, calmest, calmest_of, forei
 from tools.bench.measure import Setting, relative_error
 from tools.bench.plans import GLOO, Entry, Name, Row, baseline_of, by_setting, entries, table_of
 from tools.bench.results import Result, Summary, Table, load_result
-from tools.bench.shapes import SHAPES, shape_of_file
+from tools.bench.shapes import SHAPES, find_shape
 from tools.bench.stats import Ratio, bootstrap_interval, paired_ratio, percentile, rotated
 from tools.bench.strategies import Strategies, layer_flops, say_auto, say_prediction, scaling_of
 from tools.testbed import Scenario, load_scenario
@@ -179,7 +179,7 @@ def test_paper_models_have_their_shapes() -> None:
 def test_config_file_is_a_model(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
-    shape = shape_of_file(path)
+    shape = find_shape(str(path))
     assert [shape.shortened(layers, 64)["num_hidden_layers"] for layers in (1, 9)] == [1, 2]
 
 

@@ -143,7 +143,7 @@ def test_stacks_of_all_children_are_printed_when_one_does_not_answer(
     two_children: ProcessGroup, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(DeadlineExceeded, match="stuck on one, two did not finish"):
-        two_children.call_each(dict.fromkeys(("one", "two"), {"do": "wait_for_ever"}), 1.0)
+        two_children.call_each({device: {"do": "wait_for_ever"} for device in ("one", "two")}, 1.0)
     said = capsys.readouterr().err
     assert "the log of stuck on one" in said
     assert said.count("in wait_for_ever") == 2

@@ -64,8 +64,8 @@ def test_paper_scenarios_have_the_papers_memory() -> None:
     [
         ("devices = here", "line 1"),
         ("devices = [", "Invalid value"),
-        ("", "devices is missing"),
-        ("devices = []", "devices is missing"),
+        ("", "devices: Field required"),
+        ("devices = []", "devices: Tuple should have at least 1 item"),
         ("devices = 3", "devices: Input should be a valid tuple"),
         ("devices = [3]", "devices.0: Input should be a valid dictionary"),
         (DEVICE + "speed = 3", "devices.0.speed"),

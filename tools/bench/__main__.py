@@ -101,7 +101,10 @@ def run(
             summary = experiment.summary(rows)
             result.raw = tuple(row.model_dump(mode="json") for row in rows)
             result.save(path)
-    _print(summary)
+    for table in summary.tables:
+        screen.print(Markdown(table.markdown()), "")
+    for line in summary.conclusions:
+        out.print(line, soft_wrap=True, markup=False)
     if summary.failure:
         err.print(f"[red]error:[/] {summary.failure}", soft_wrap=True)
         raise typer.Exit(1)
@@ -141,13 +144,6 @@ def _summarise(result: Result) -> tuple[Summary, str]:
     except (BadSetting, ValidationError) as error:
         reason = first_error(error, "row") if isinstance(error, ValidationError) else error
         return Summary(), f"it is of an older version and has to be measured again: {reason}"
-
-
-def _print(summary: Summary) -> None:
-    for table in summary.tables:
-        screen.print(Markdown(table.markdown()), "")
-    for line in summary.conclusions:
-        out.print(line, soft_wrap=True, markup=False)
 
 
 if __name__ == "__main__":

@@ -68,7 +68,6 @@ class GlooTensorParallel:
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
-        self._rank, self._num_ranks = 0, 1
         self._layers: dict[bool, list[_Layer]] = {}  # by whether matrices are packed
 
     def join(self, rank: int, num_ranks: int, host: str, port: int) -> None:

@@ -165,6 +165,5 @@ def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
     ]
     if disturbed:
         conclusions.append(f"other programs used the machine during {disturbed} faults: their pauses are too long")
-    conclusions += harms
     failure = "" if all(row.harmless for row in rows) else "a fault was not harmless"
-    return Summary(conclusions=tuple(conclusions), tables=tuple(tables), failure=failure)
+    return Summary(conclusions=(*conclusions, *harms), tables=tuple(tables), failure=failure)

@@ -138,7 +138,7 @@ class OneCore(Experiment[OneCoreRow]):
             runs[f"transformers {dtype}"] = partial(reference.call, "generate", dtype=dtype, **request)
         if self.llama_python is not None:
             context.report("writing the model of llama.cpp")
-            llama = stack.enter_context(_LlamaCpp(testbed, name, self.llama_python))
+            llama = _LlamaCpp(testbed, name, self.llama_python)
             path = str(context.folder / "model.gguf")
             llama.call("make", path=path, config=self.model)
             about = llama.call("load", path=path, context=self.prompt_tokens + self.new_tokens)
@@ -193,20 +193,13 @@ class OneCore(Experiment[OneCoreRow]):
 
 
 class _LlamaCpp:
-    """llama.cpp on a device of the testbed. A context manager; the testbed ends the process, if need be."""
+    """llama.cpp on a device of the testbed, which ends the process."""
 
     def __init__(self, testbed: Testbed, name: str, python: Path) -> None:
         command = (str(python.absolute()), "-I", str(_SCRIPT))
         self._process = testbed.popen(
             name, *command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, memory_limited=False
         )
-
-    def __enter__(self) -> _LlamaCpp:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
 
     def call(self, method: str, **arguments: Any) -> dict[str, Any]:
         """Call a method. Raises InternalError if the child has ended, DeadlineExceeded."""

@@ -82,20 +82,16 @@ SMALL_LLAMA = llama(hidden=256, ffn=688, heads=8, kv_heads=4, layers=6, vocabula
 def find_shape(name_or_path: str) -> Shape:
     """The shape of this name, or of a config.json. Raises BadCheckpoint, BadSetting or UnsupportedArchitecture."""
     if name_or_path.endswith(".json"):
-        return shape_of_file(Path(name_or_path))
+        path = Path(name_or_path)
+        config = read_json_object(path)
+        kind = str(config.get("model_type", "missing"))
+        if kind not in FAMILIES:
+            raise UnsupportedArchitecture(architecture=kind, supported=", ".join(FAMILIES))
+        return Shape(model_name(path.parent if path.stem == "config" else path.with_suffix(""), config), config)
     if name_or_path not in SHAPES:
         reason = f"'{name_or_path}' is neither a config.json nor one of {', '.join(SHAPES)}"
         raise BadSetting(setting="models", reason=reason)
     return SHAPES[name_or_path]
-
-
-def shape_of_file(path: Path) -> Shape:
-    """Read a Hugging Face config.json. Raises BadCheckpoint or UnsupportedArchitecture."""
-    config = read_json_object(path)
-    kind = str(config.get("model_type", "missing"))
-    if kind not in FAMILIES:
-        raise UnsupportedArchitecture(architecture=kind, supported=", ".join(FAMILIES))
-    return Shape(model_name(path.parent if path.stem == "config" else path.with_suffix(""), config), config)
 
 
 def save_random_model(directory: Path, config: dict[str, Any], seed: int = 0, dtype: str = "float32") -> Path:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from tools.testbed.scenario import EmulatedDevice, quota_and_period
 _ROOT = Path("/sys/fs/cgroup")
 _REMOVE_SECONDS = 5.0  # to wait for the kernel to release a group
 _UNIFIED = (_ROOT / "cgroup.controllers").exists()
-_HIERARCHIES = (_ROOT,) if _UNIFIED else (_ROOT / "cpu", _ROOT / "memory")
+HIERARCHIES = (_ROOT,) if _UNIFIED else (_ROOT / "cpu", _ROOT / "memory")
 
 # `ip netns exec` mounts a new /sys, which hides the cgroups, so an agent would take the whole machine's memory as its own.
 # Mount them again, then exec the program.
@@ -24,16 +23,11 @@ MOUNT_AND_EXEC = (
 ) + 'exec "$@"'
 
 
-def writable() -> bool:
-    """Whether this process may create groups."""
-    return all(os.access(hierarchy, os.W_OK) for hierarchy in _HIERARCHIES)
-
-
 class DeviceCgroup:
     """The cgroups of one device: with v2 one for both limits."""
 
     def __init__(self, testbed: str, device: str) -> None:
-        self._groups = [hierarchy / testbed / device for hierarchy in _HIERARCHIES]
+        self._groups = [hierarchy / testbed / device for hierarchy in HIERARCHIES]
         self._cpu, self._memory = self._groups[0], self._groups[-1]
 
     def procs_files(self, memory_limited: bool) -> list[Path]:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from hearth.errors import BadSetting, DeadlineExceeded, InternalError
 from hearth.platform.security import new_home_key, save_credential
 from tools.interrupts import shielded
-from tools.testbed.cgroups import MOUNT_AND_EXEC, DeviceCgroup, writable
+from tools.testbed.cgroups import HIERARCHIES, MOUNT_AND_EXEC, DeviceCgroup
 from tools.testbed.medium import Medium
 from tools.testbed.network import SWITCH, Network
 from tools.testbed.scenario import NOMINAL_CORE_SECONDS, EmulatedDevice, Scenario, tomllib
@@ -95,8 +95,9 @@ class Testbed:
         check_possible(self.scenario)
         self.folder.mkdir(parents=True, exist_ok=True)
         with locked():
-            for orphan in filter(lambda running: running.orphaned, running_testbeds()):
-                Testbed.attached(orphan).down()
+            for running in running_testbeds():
+                if running.orphaned:
+                    Testbed.attached(running).down()
             self._attach(claim(self.scenario, self.folder).slot)
         media = {medium.name: medium for medium in self.scenario.media}
         self.network.create(
@@ -206,8 +207,7 @@ class Testbed:
 
     def command(self, name: str, *arguments: str) -> list[str]:
         """The command line that runs a program in the device's namespace."""
-        namespace = self.network.namespace(self.device(name).name)
-        return ["ip", "netns", "exec", namespace, "sh", "-c", MOUNT_AND_EXEC, "sh", *arguments]
+        return ["ip", "netns", "exec", self.network.namespace(name), "sh", "-c", MOUNT_AND_EXEC, "sh", *arguments]
 
     def program(self, name: str) -> list[str]:
         """The start of the command line of `hearth` or `hearth-agent`."""
@@ -310,7 +310,7 @@ def what_is_missing() -> str:
     capabilities = int(status.partition("CapEff:")[2].split()[0], 16)
     if not all(capabilities >> number & 1 for number in (_CAP_NET_ADMIN, _CAP_SYS_ADMIN)):
         return "network namespaces need CAP_NET_ADMIN and CAP_SYS_ADMIN: run it outside of a container"
-    if not writable():
+    if not all(os.access(hierarchy, os.W_OK) for hierarchy in HIERARCHIES):
         return "the cgroups of the cpu and memory controllers cannot be written here"
     return ""
 

@@ -86,20 +86,16 @@ class Scenario(BaseModel):
     scale_links: bool = False  # scale rates with the speed of this machine (NOMINAL_CORE_SECONDS)
     coordinator: str | None = None
     media: tuple[Medium, ...] = Field((), max_length=16)
-    devices: tuple[EmulatedDevice, ...] = Field((), max_length=64)
+    devices: tuple[EmulatedDevice, ...] = Field(min_length=1, max_length=64)
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
-        if not self.devices:
-            raise ValueError("devices is missing: give one [[devices]] table per device")
         names = [device.name for device in self.devices]
         if len(set(names)) != len(names):
             raise ValueError("two devices have the same name")
         if "switch" in names:
             raise ValueError("no device may be called switch: the name is used for the network switch")
         media = [medium.name for medium in self.media]
-        if len(set(media)) != len(media):
-            raise ValueError("two media have the same name")
         if unknown := [each.medium for each in self.devices if each.medium not in (None, *media)]:
             raise ValueError(f"no medium is called {unknown[0]}: give it a table in media")
         if idle := set(media) - {each.medium for each in self.devices}:

@@ -44,9 +44,7 @@ def request_bytes(
 class HttpClients(HomeClients):
     """Clients of one app. They speak TLS once they know the authority of the gateway's certificate."""
 
-    def __init__(self, key: Path, address: str) -> None:
-        super().__init__(key, address)
-        self.tls: ssl.SSLContext | None = None
+    tls: ssl.SSLContext | None = None
 
     async def trust(self, authority: str) -> None:
         """Speak TLS from now on. `authority`: the file with its certificate."""

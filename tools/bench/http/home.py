@@ -43,10 +43,8 @@ class HttpHome:
     def new_app(self, name: str) -> str:
         """Admit an app; returns its bearer token."""
         hub = self.testbed.address(self.testbed.scenario.coordinator_device)
-        answer: dict[str, Any] = json.loads(
-            self.testbed.hearth("key", "add-app", name, "--token", "--json", "--address", hub)
-        )
-        return str(answer["token"])
+        answer = self.testbed.hearth("key", "add-app", name, "--token", "--json", "--address", hub)
+        return str(json.loads(answer)["token"])
 
     def authority(self) -> str:
         """The file with the certificate of the gateway's authority, if it speaks TLS."""
