@@ -157,7 +157,7 @@ class Placeto:
             state[operator, is_current] = 1.0
             seen[operator] = state
             logits = self._logits(seen[operator : operator + 1], np.array([operator]))[0]
-            chances = logits.softmax(-1).double().numpy()
+            chances = logits.double().softmax(-1).numpy()
             device = int(logits.argmax() if greedy else self._generator.choice(num_devices, p=chances))
             values[operator + 1] = values[operator]
             if device != devices[operator]:
