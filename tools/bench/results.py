@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -143,7 +143,8 @@ def machine() -> str:
     """The processor, its cores as this machine sees them, and the versions that matter for speed."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     processors = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    libraries = ", ".join(f"{name} {version(name)}" for name in ("torch", "onnxruntime"))
+    versions = {found.name: found.version for found in distributions()}
+    libraries = ", ".join(f"{name} {versions.get(name, 'missing')}" for name in ("torch", "onnxruntime"))
     processor = processors[0] if processors else platform.machine()
     return f"{processor}, {os.cpu_count()} cores, Python {platform.python_version()}, {libraries}"
 

@@ -57,10 +57,8 @@ class Strategies(Experiment[Row]):
         shapes, scenarios = [find_shape(name) for name in self.models], [load_scenario(name) for name in self.scenarios]
         settings = [each for scenario, shape in product(scenarios, shapes) for each in self._settings(scenario, shape)]
         for each in settings:
-            if each.num_devices > len(each.scenario.devices):
-                raise BadSetting(
-                    setting="devices", reason=f"{each.scenario.name} has only {len(each.scenario.devices)}"
-                )
+            if each.num_devices > (most := len(each.scenario.devices)):
+                raise BadSetting(setting="devices", reason=f"{each.scenario.name} has only {most}")
             each.shape.shortened(self.layers, each.seq_len)
         yield from context.known
         missing = settings[len(by_setting(context.known)) :]  # they are always in the same order
