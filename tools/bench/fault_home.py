@@ -86,6 +86,7 @@ class FaultHome:
         self.coordinators: dict[str, subprocess.Popen[bytes]] = {}  # by device, and name
         self._served = 0.0  # since when the coordinator of the hub runs
         self._template_seconds: dict[int, float] = {}  # CPU time of the templates of workers, by pid, at the last look
+        self.steady_seconds = _STEADY_SECONDS
         self._num_planned = 0  # devices of the first plan: a graph may leave some out
 
     # ---- serving --------------------------------------------------------------------------------------------------
@@ -225,7 +226,8 @@ class FaultHome:
             now = time.monotonic()
             since = since if holds_now else now
             clients = range(sum(count for _, count in self._apps) * len(self._models))
-            if now - since >= _STEADY_SECONDS and answers_steadily(happened, clients, now - _STEADY_SECONDS, now):
+            steady = self.steady_seconds
+            if now - since >= steady and answers_steadily(happened, clients, now - steady, now):
                 return True, happened
             if now > deadline:
                 return False, happened

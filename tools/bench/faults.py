@@ -76,6 +76,7 @@ class Faults(Experiment[FaultRow]):
                     served_home(loads, context, self.devices, self.standby, self._parts_network) as home,
                     busy_processes(self.busy * (os.cpu_count() or 1)),
                 ):
+                    home.steady_seconds *= 1 + self.busy
                     home.begin()
                     can_lose = partial(home.is_ready, self.missing)
                     happened += home.wait_until_steady(can_lose, self._recover_seconds)[1]
