@@ -147,6 +147,7 @@ def test_table_has_worst_pause_and_limit_of_each_fault() -> None:
     assert (cells["pause, median"], cells["pause, worst"]) == ("1.00 s", "1.50 s")
     assert infer.title.endswith("infer")
     assert "2 of 4 pauses are within their limits" in summary.conclusions
+    assert "over the limit: worker killed, 2 of 4, worst 1.50 s under infer, limit 1.00 s" in summary.conclusions
 
 
 def test_every_fault_but_those_without_a_target_has_a_limit() -> None:

@@ -151,16 +151,22 @@ def summarise_faults(rows: Sequence[FaultRow]) -> Summary:
     failed, wrong = sum(len(row.failed) for row in rows), sum(len(row.wrong) for row in rows)
     stuck = sum(not row.recovered for row in rows)
     answers = sum(row.answers for row in rows)
-    late = sum(row.is_late for row in rows)
+    late = [row for row in rows if row.is_late]
     limited = sum(row.limit_seconds is not None for row in rows)
     disturbed = sum(bool(row.disturbed) for row in rows)
     counts = Counter(row.plan_devices_before for row in rows)
     sizes = ", ".join(f"{size} in {count} cases" for size, count in sorted(counts.items()))
+    worst = {row.fault: row for row in sorted(late, key=lambda row: row.pause_seconds)}
     harms = [f"{row.load}, {row.fault} of {row.target}: {row.harms[0]}" for row in rows if row.harms]
     conclusions = [
         f"{len(rows)} faults, {answers} correct answers, {failed} failed calls, {wrong} wrong answers; "
         f"{stuck} times the home did not recover",
-        f"{limited - late} of {limited} pauses are within their limits",
+        f"{limited - len(late)} of {limited} pauses are within their limits",
+        *(
+            f"over the limit: {fault}, {sum(row.fault == fault for row in late)} of {sum(row.fault == fault for row in rows)}, "
+            f"worst {format_seconds(row.pause_seconds)} under {row.load}, limit {format_seconds(row.limit_seconds or 0.0)}"
+            for fault, row in sorted(worst.items())
+        ),
         f"devices of the plan at the fault: {sizes}",
     ]
     if disturbed:
