@@ -1,1 +1,1 @@
-"""The emulated testbed and the benchmarks: `python -m tools.testbed`, `python -m tools.bench`."""
+"""The emulated testbed, the benchmarks (`python -m tools.bench`) and the papers' experiments."""

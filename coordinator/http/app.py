@@ -239,7 +239,7 @@ def _failed(request: Request, error: Exception) -> Response:
     return JSONResponse(content, shown.status, {**shown.headers, **({"connection": "close"} if ends else {})})
 
 
-# Coroutines: Starlette runs functions in threads.
+# Handlers are coroutines, because Starlette runs plain functions in threads.
 
 
 async def _handled(request: Request, error: Exception) -> Response:

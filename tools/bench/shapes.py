@@ -87,6 +87,10 @@ def find_shape(name_or_path: str) -> Shape:
         kind = str(config.get("model_type", "missing"))
         if kind not in FAMILIES:
             raise UnsupportedArchitecture(architecture=kind, supported=", ".join(FAMILIES))
+        family = FAMILIES[kind]
+        for field in family.config.values():
+            if field not in family.defaults and not isinstance(config.get(field), (int, str)):
+                raise BadSetting(setting=f"models: {path}", reason=f"the field {field} is missing")
         return Shape(model_name(path.parent if path.stem == "config" else path.with_suffix(""), config), config)
     if name_or_path not in SHAPES:
         reason = f"'{name_or_path}' is neither a config.json nor one of {', '.join(SHAPES)}"
