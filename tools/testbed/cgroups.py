@@ -6,7 +6,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tools.testbed.scenario import EmulatedDevice, quota_and_period
+from hearth.errors import BadSetting
+from tools.testbed.scenario import MIN_CPU_SHARE, EmulatedDevice, quota_and_period
 
 _ROOT = Path("/sys/fs/cgroup")
 _REMOVE_SECONDS = 5.0  # to wait for the kernel to release a group
@@ -35,18 +36,26 @@ class DeviceCgroup:
         return [group / "cgroup.procs" for group in self._groups if memory_limited or group == self._cpu]
 
     def create(self, device: EmulatedDevice) -> None:
-        """Create the groups with the device's limits. Raises OSError if the CPU or memory controller is missing."""
-        for folder in (_ROOT, self._cpu.parent) if _UNIFIED else ():
-            folder.mkdir(exist_ok=True)
-            (folder / "cgroup.subtree_control").write_text("+cpu +memory")
-        for group in self._groups:
-            group.mkdir(parents=True, exist_ok=True)
-        self.set_cpu_share(device.cpu_share)
-        if device.memory_bytes is not None:
-            self._limit_memory(device.memory_bytes)
+        """Create the groups with the device's limits. Raises BadSetting if the CPU or memory controller is missing."""
+        try:
+            for folder in (_ROOT, self._cpu.parent) if _UNIFIED else ():
+                folder.mkdir(exist_ok=True)
+                (folder / "cgroup.subtree_control").write_text("+cpu +memory")
+            for group in self._groups:
+                group.mkdir(parents=True, exist_ok=True)
+            self.set_cpu_share(device.cpu_share)
+            if device.memory_bytes is not None:
+                self._limit_memory(device.memory_bytes)
+        except OSError as error:
+            raise BadSetting(
+                setting="the testbed's cgroups",
+                reason=f"{error.filename}: {error.strerror}; cgroups with the cpu and memory controllers are needed",
+            ) from None
 
     def set_cpu_share(self, cpu_share: float) -> None:
-        """Change the CPU quota. Raises OSError for less than the kernel supports."""
+        """Change the CPU quota. Raises BadSetting for less than the kernel supports."""
+        if cpu_share < MIN_CPU_SHARE:
+            raise BadSetting(setting="cpu_share", reason=f"{cpu_share:g} of a core; the minimum is {MIN_CPU_SHARE}")
         quota, period = quota_and_period(cpu_share)
         if _UNIFIED:
             (self._cpu / "cpu.max").write_text(f"{quota} {period}")

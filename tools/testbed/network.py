@@ -93,7 +93,9 @@ class Network:
         return f"air-{device}", f"up-{device}"
 
     def set_mbit(self, device: str, mbit: float) -> None:
-        """Set the rate of both directions of a device's link. Raises BadSetting if the kernel refuses it."""
+        """Set the rate of both directions of a device's link. Raises BadSetting for a rate out of range."""
+        if not 0.008 <= mbit <= 100_000:
+            raise BadSetting(setting="the rate of a link", reason=f"{mbit:g} Mbit/s; 0.008 to 100000 can be emulated")
         rate = f"{mbit * 1e6:.0f}bit"
         burst = max(_LEAST_BURST_BYTES, int(mbit * 1e6 / 8 * _BURST_SECONDS))
         shape = ("root", "tbf", "rate", rate, "burst", str(burst), "limit", str(burst + _QUEUE_BYTES))
@@ -157,11 +159,13 @@ def _ip(namespace: str, *arguments: str) -> None:
 
 
 def run_command(*command: str, check: bool = True) -> str:
-    """Run a program that changes this machine; returns its output.
-
-    Raises OSError if it is not installed, TimeoutExpired, and with `check` BadSetting if it fails.
-    """
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+    """Run a program that changes this machine; returns its output. Raises BadSetting, with `check` also if it fails."""
+    try:
+        done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=_COMMAND_SECONDS)
+    except FileNotFoundError:
+        raise BadSetting(setting="the testbed", reason=f"{command[0]} is missing: install it") from None
+    except subprocess.TimeoutExpired:
+        raise BadSetting(setting="the testbed", reason=f"`{' '.join(command)}` does not end") from None
     if check and done.returncode:
         raise BadSetting(setting="the testbed", reason=f"`{' '.join(command)}`: {done.stderr.strip()}")
     return done.stdout

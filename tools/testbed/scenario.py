@@ -86,16 +86,20 @@ class Scenario(BaseModel):
     scale_links: bool = False  # scale rates with the speed of this machine (NOMINAL_CORE_SECONDS)
     coordinator: str | None = None
     media: tuple[Medium, ...] = Field((), max_length=16)
-    devices: tuple[EmulatedDevice, ...] = Field(min_length=1, max_length=64)
+    devices: tuple[EmulatedDevice, ...] = Field((), max_length=64)
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
+        if not self.devices:
+            raise ValueError("devices is missing: give one [[devices]] table per device")
         names = [device.name for device in self.devices]
         if len(set(names)) != len(names):
             raise ValueError("two devices have the same name")
         if "switch" in names:
             raise ValueError("no device may be called switch: the name is used for the network switch")
         media = [medium.name for medium in self.media]
+        if len(set(media)) != len(media):
+            raise ValueError("two media have the same name")
         if unknown := [each.medium for each in self.devices if each.medium not in (None, *media)]:
             raise ValueError(f"no medium is called {unknown[0]}: give it a table in media")
         if idle := set(media) - {each.medium for each in self.devices}:
@@ -147,5 +151,8 @@ def load_scenario(name_or_path: str | Path) -> Scenario:
         raise BadSetting(setting="scenario", reason=reason) from None
     except ValidationError as error:
         raise BadSetting(setting=f"scenario {path}", reason=first_error(error, "scenario")) from None
-    except (OSError, ValueError, TypeError) as error:  # no text, no TOML, or `every_device` or a device is no table
+    except TypeError:
+        reason = "every_device and each of devices must be a table"
+        raise BadSetting(setting=f"scenario {path}", reason=reason) from None
+    except (OSError, ValueError) as error:  # no text, or no TOML
         raise BadSetting(setting=f"scenario {path}", reason=str(error)) from None
