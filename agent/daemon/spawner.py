@@ -13,8 +13,9 @@ from contextlib import suppress
 from typing import Literal, Protocol, TypeAlias, get_args
 
 from hearth.platform.asyncio_tools import cancel_all, loop_time, with_timeout
+from hearth.platform.child_main import adopt_orphans
 from hearth.protocol import WORKER_LOAD_SECONDS
-from hearth.wire.messages import Done, ForkWorker, WorkerExited, WorkerForked, WorkerLibrary, decode, encode
+from hearth.wire.messages import Done, ForkWorker, WorkerForked, WorkerLibrary, decode, encode
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +25,6 @@ SpareMode: TypeAlias = Literal["auto", "on", "off"]
 # that it forks, except for page tables and for the few pages that the worker writes to.
 _ROOM_BYTES = 64 << 20
 _FORK_SECONDS = 2.0  # a fork takes milliseconds; later than this, the template hangs, and a new process is quicker
-_EXIT_CODE_SECONDS = 0.5  # after the end of a process, for its exit status to arrive from the template
 _RETRY_SECONDS = 60.0  # between two starts of a template: one that ends again and again takes little processor time
 # After the last worker has ended, or `prepare`, until the template ends: coordinators ask for it every 600 s.
 _IDLE_SECONDS = 900.0
@@ -86,20 +86,21 @@ class Spawner:
             await asyncio.sleep(_IDLE_CHECK_SECONDS)
 
     async def close(self) -> None:
-        """End the templates, and with them the workers that are left."""
+        """End the templates, and the workers that are left."""
         for templates in self._templates.values():
             await templates.close()
+        adopt_orphans(False)
 
 
 class _Templates:
-    """The template with one library, and those before it whose workers have not ended."""
+    """The template with one library, and the workers that were forked from it and from those before it."""
 
     def __init__(self, library: WorkerLibrary, mode: SpareMode, has_room: Callable[[int], bool]) -> None:
         self._library = library
         self._mode = mode
         self._has_room = has_room
         self._template: _Template | None = None
-        self._retired: list[_Template] = []  # they fork no more; their workers would end with them
+        self._workers: list[ForkedProcess] = []
         self._next_start = 0.0  # the template does not start before; event loop's clock
         self._wanted = mode == "on" and library == "torch"
         self._used_at = 0.0  # event loop's clock: when the template last had a worker, or was asked for
@@ -110,11 +111,13 @@ class _Templates:
         if (template := self._running()) is None:
             return None
         try:
-            return await template.fork(request)
+            forked = await template.fork(request)
         except (OSError, asyncio.TimeoutError) as error:
             log.warning("the template of workers did not fork (%r): starting a new process", error)
-            await self._retire(template)
+            await self._end(template)
             return None
+        self._workers = [*self._running_workers(), forked]
+        return forked
 
     def prepare(self) -> None:
         """Start the template if there is none."""
@@ -125,25 +128,28 @@ class _Templates:
         """Start the template if it is wanted and has ended, and end it if it has been idle for long."""
         template = self._running() if self._wanted else None
         now = loop_time()
-        if self._mode == "on" or template is None or template.num_workers:
+        if self._mode == "on" or template is None or self._running_workers():
             self._used_at = now
         elif now - self._used_at >= _IDLE_SECONDS:
             self._wanted = False
-            await self._retire(template)
-        for retired in list(self._retired):
-            if not await retired.close_if_idle():
-                self._retired.remove(retired)
+            await self._end(template)
 
     async def close(self) -> None:
-        """End the template, and with it the workers that are left."""
-        for template in (self._template, *self._retired):
-            if template is not None:
-                await template.close()
+        """End the template, and the workers that are left."""
+        if self._template is not None:
+            await self._template.close()
+        workers = self._running_workers()
+        for worker in workers:
+            worker.kill()
+        with suppress(asyncio.TimeoutError):
+            await with_timeout(_FORK_SECONDS, asyncio.gather(*(worker.wait() for worker in workers)))
+
+    def _running_workers(self) -> list[ForkedProcess]:
+        return [worker for worker in self._workers if worker.returncode is None]
 
     def _running(self) -> _Template | None:
         """The template, which may still be starting, or None if there is none and none can be started now."""
         if self._template is not None and self._template.ended.is_set():
-            self._retired.append(self._template)
             self._template = None
         now = loop_time()
         can_fork = self._mode != "off" and hasattr(os, "pidfd_open")  # Linux 5.3 or later
@@ -152,11 +158,10 @@ class _Templates:
             self._template = _Template(self._library)
         return self._template
 
-    async def _retire(self, template: _Template) -> None:
+    async def _end(self, template: _Template) -> None:
         if self._template is template:
             self._template = None
-            if await template.close_if_idle():
-                self._retired.append(template)
+        await template.close()
 
 
 class _Template:
@@ -170,13 +175,7 @@ class _Template:
         self._ready = asyncio.Event()  # it can fork, or it has ended
         self._lock = asyncio.Lock()  # one fork at a time: answers have the order of requests
         self._forked: asyncio.Future[ForkedProcess] | None = None
-        self._workers: dict[int, ForkedProcess] = {}
         self._starting = asyncio.create_task(self._start())
-
-    @property
-    def num_workers(self) -> int:
-        """Number of its workers that have not ended."""
-        return sum(worker.returncode is None for worker in self._workers.values())
 
     async def fork(self, request: ForkWorker) -> ForkedProcess:
         """Fork a worker, once the template has started. Raises OSError, asyncio.TimeoutError."""
@@ -195,15 +194,8 @@ class _Template:
             finally:
                 self._forked = None
 
-    async def close_if_idle(self) -> bool:
-        """Close it if it has no workers. Returns whether it has some."""
-        if self.num_workers:
-            return True
-        await self.close()
-        return False
-
     async def close(self) -> None:
-        """End the process and its workers."""
+        """End the process; its workers run on."""
         await cancel_all([self._starting])
         self._has_ended()
         if self._process is not None and self._process.returncode is None:
@@ -217,6 +209,7 @@ class _Template:
         self._channel = ours
         # numpy's BLAS starts no threads, which a fork would lose. Workers do not compute with it.
         environment = worker_environment(os.environ) | {"OPENBLAS_NUM_THREADS": "1"}
+        adopt_orphans(True)
         try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "agent.worker.fork_server", str(theirs.fileno()), log_level(), self._library,
@@ -243,11 +236,11 @@ class _Template:
     def _receive(self) -> None:
         assert self._channel is not None
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._channel, _MAX_MESSAGE_BYTES, 1)
+            data = self._channel.recv(_MAX_MESSAGE_BYTES)
         except BlockingIOError:
             return
         except OSError:
-            data, descriptors = b"", []
+            data = b""
         if not data:
             log.warning("the template of workers has ended")
             self._has_ended()
@@ -256,27 +249,21 @@ class _Template:
             case Done():
                 self._ready.set()
             case WorkerForked(pid=pid):
-                self._add_worker(ForkedProcess(pid, descriptors[0]))
-            case WorkerExited(pid=pid, code=code):
-                if (worker := self._workers.pop(pid, None)) is not None:
-                    worker.exited(code)
-
-    def _add_worker(self, worker: ForkedProcess) -> None:
-        self._workers[worker.pid] = worker
-        if self._forked is not None and not self._forked.done():
-            self._forked.set_result(worker)
-        else:
-            worker.kill()  # nobody waits for it any more
+                worker = ForkedProcess(pid)
+                if self._forked is not None and not self._forked.done():
+                    self._forked.set_result(worker)
+                else:
+                    worker.kill()  # nobody waits for it any more
 
 
 class ForkedProcess:
-    """A worker that a template has forked: its parent is not this process. Signals go through its pidfd, never to another."""
+    """A worker that a template has forked, and this process has adopted."""
 
-    def __init__(self, pid: int, pidfd: int) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._pidfd = pidfd
+        self._pidfd = os.pidfd_open(pid)
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        asyncio.get_running_loop().add_reader(pidfd, self._process_ended)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._process_ended)
 
     @property
     def returncode(self) -> int | None:
@@ -291,18 +278,10 @@ class ForkedProcess:
     async def wait(self) -> int:
         return await asyncio.shield(self._code)
 
-    def exited(self, code: int) -> None:
-        """The template reports the exit status."""
-        if not self._code.done():
-            self._code.set_result(code)
-            asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
-
     def _process_ended(self) -> None:
-        """The kernel reports the end. If the template has ended as well, it has killed the worker, and reports nothing."""
-        loop = asyncio.get_running_loop()
-        loop.remove_reader(self._pidfd)
-        loop.call_later(_EXIT_CODE_SECONDS, self.exited, -signal.SIGKILL)
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._code.set_result(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))
 
     def send_signal(self, number: int, /) -> None:
         if not self._code.done():

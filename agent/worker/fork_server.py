@@ -5,7 +5,7 @@
 Importing torch takes seconds, on a Raspberry Pi about 20, and onnxruntime 0.6 s on a PC; a fork takes milliseconds and shares
 the libraries' memory. FD is a socket to the daemon (SOCK_SEQPACKET, one message each), LIBRARY is torch or onnxruntime. The
 fork server sends `Done` once it can fork. It has no threads that a worker needs, no ZeroMQ context and no CUDA context, because
-none of these survives a fork. Workers end with the fork server, which ends with the daemon.
+none of these survives a fork. The daemon adopts the workers, which outlive the fork server; all end with the daemon.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import ctypes
 import gc
 import logging
 import os
-import select
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import cast
 
 from agent.worker.main import Worker, set_up_process
 from hearth.platform.child_main import die_with_parent
-from hearth.wire.messages import Done, ForkWorker, Message, WorkerExited, WorkerForked, WorkerLibrary, decode, encode
+from hearth.wire.messages import Done, ForkWorker, WorkerForked, WorkerLibrary, decode, encode
 
 log = logging.getLogger("hearth.worker")
 
@@ -31,16 +31,16 @@ _MAX_REQUEST_BYTES = 1 << 14  # three paths, a log level, and ranges of ports
 # Of /proc/self/stat, counted after the command's name: begin and end of the arguments in memory; see proc(5).
 _ARGUMENTS_FIELD = 45
 # Threads after the imports. onnxruntime starts one that sleeps; sessions have their own, and work without it.
+_POLL_SECONDS = 0.001  # interval at which a worker looks whether it was adopted
 _NUM_THREADS = {"torch": 1, "onnxruntime": 2}
 
 
 class ForkServer:
-    """Forks workers, and reports their exit."""
+    """Forks workers for its parent, the daemon."""
 
     def __init__(self, channel: socket.socket, library: WorkerLibrary) -> None:
         self._channel = channel
         self._library = library
-        self._children: dict[int, int] = {}  # by pidfd: pid
         self._daemon = os.getppid()
 
     def run(self) -> None:
@@ -50,41 +50,35 @@ class ForkServer:
         gc.freeze()  # a collection in a worker then writes to none of the shared pages
         if (num_threads := len(os.listdir("/proc/self/task"))) > _NUM_THREADS[self._library]:
             log.warning("%d threads run before a fork: a library has started some of them", num_threads)
-        self._send(Done())
-        poll = select.poll()
-        poll.register(self._channel, select.POLLIN)
-        while True:
-            for descriptor, _ in poll.poll():
-                if descriptor != self._channel.fileno():
-                    poll.unregister(descriptor)
-                    self._report_exit(descriptor)
-                elif data := self._channel.recv(_MAX_REQUEST_BYTES):
-                    request = decode(data)
-                    assert isinstance(request, ForkWorker)
-                    poll.register(self._fork(request), select.POLLIN)
-                else:
-                    return
+        self._channel.send(encode(Done()))
+        while data := self._channel.recv(_MAX_REQUEST_BYTES):
+            request = decode(data)
+            assert isinstance(request, ForkWorker)
+            self._fork(request)
 
-    def _fork(self, request: ForkWorker) -> int:
-        """Fork a worker. Returns its pidfd, of which the daemon gets a copy."""
-        parent = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            self._become_worker(request, parent)
-        pidfd = os.pidfd_open(pid)
-        self._children[pidfd] = pid
-        socket.send_fds(self._channel, [encode(WorkerForked(pid=pid))], [pidfd])
-        return pidfd
+    def _fork(self, request: ForkWorker) -> None:
+        """Fork a worker by way of a process that ends at once, so that the daemon adopts it. Raises OSError."""
+        if (between := os.fork()) == 0:
+            try:
+                between = os.getpid()
+                if os.fork() == 0:
+                    self._become_worker(request, between)
+                os._exit(0)
+            finally:
+                os._exit(1)
+        if os.waitpid(between, 0)[1] != 0:
+            raise OSError("no worker was forked")
 
-    def _become_worker(self, request: ForkWorker, parent: int) -> None:
+    def _become_worker(self, request: ForkWorker, between: int) -> None:
         """Run the worker in the child; never returns into the server's loop."""
         code = 1
         try:
-            die_with_parent(parent)
-            self._channel.close()
-            for pidfd in self._children:
-                os.close(pidfd)
+            while os.getppid() == between:
+                time.sleep(_POLL_SECONDS)
+            die_with_parent(self._daemon)
             _rename_process()
+            self._channel.send(encode(WorkerForked(pid=os.getpid())))
+            self._channel.close()
             Worker(request.endpoint, set_up_process(request), self._daemon).run()
             code = 0
         except BaseException:
@@ -92,15 +86,6 @@ class ForkServer:
         finally:
             logging.shutdown()
             os._exit(code)
-
-    def _report_exit(self, pidfd: int) -> None:
-        pid = self._children.pop(pidfd)
-        _, status = os.waitpid(pid, 0)
-        os.close(pidfd)
-        self._send(WorkerExited(pid=pid, code=os.waitstatus_to_exitcode(status)))
-
-    def _send(self, message: Message) -> None:
-        self._channel.send(encode(message))
 
 
 def _import_library(library: WorkerLibrary) -> None:

@@ -21,7 +21,7 @@ import threading
 
 SPARE = "--spare"
 READY_LINE = "ready"
-_PR_SET_PDEATHSIG = 1  # prctl option, from <linux/prctl.h>
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # prctl options, from <linux/prctl.h>
 _IMPORT_NICENESS = 10  # of 19: the imports get about a tenth of a processor that others want, too
 
 
@@ -31,6 +31,12 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(1)
+
+
+def adopt_orphans(adopt: bool) -> None:
+    """Whether descendants of this process become its children when their parent ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def _import_all(names: list[str]) -> None:

@@ -217,7 +217,6 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.ReportProgress(interval_seconds=0.5),
     FORK_WORKER,
     m.WorkerForked(pid=4711),
-    m.WorkerExited(pid=4711, code=-9),
     m.WorkerProgress(step=9, step_seconds=0.25, busy_seconds=0.125, limit_seconds=15.0, late_rank=2, sent_bytes=(0, 7)),
     m.Start(
         load=_LOAD, store_path="/var/cache/hearth-agent", bind_host="0.0.0.0", ports=(47810, 47829), num_threads=4,

@@ -395,7 +395,7 @@ class WorkerProgress(Message):
 
 
 class ForkWorker(Message):
-    """Ask the template of workers for a new worker process. The answer is `WorkerForked`, with the process's pidfd.
+    """Ask the template of workers for a new worker process. The answer is `WorkerForked`, from that process.
 
     The process may use what is named here, and no more for as long as it lives.
     """
@@ -410,16 +410,9 @@ class ForkWorker(Message):
 
 
 class WorkerForked(Message):
-    """The template has forked a worker."""
+    """A forked worker runs, as a child of the agent."""
 
     pid: Annotated[int, Field(gt=0)]
-
-
-class WorkerExited(Message):
-    """A forked worker has ended, with this exit status; negative: the signal that killed it."""
-
-    pid: Annotated[int, Field(gt=0)]
-    code: int
 
 
 class StartProfile(Message):
