@@ -569,6 +569,27 @@ async def test_workers_that_survive_a_loss_during_a_repair_go_on_in_the_plan_aft
 
 
 @pytest.mark.parametrize("kind", KINDS)
+async def test_device_that_is_lost_while_the_plan_is_made_is_asked_nothing(kind: str, new_case: NewCase) -> None:
+    case = new_case(kind, "abc")
+    async with case.serving() as home:
+        make_plan = home.kind.plan
+        asked_before: list[int] = []
+
+        async def plan(*arguments: Any) -> Any:
+            made = await make_plan(*arguments)
+            if not asked_before:
+                home.kill("c")
+                asked_before.append(len(case.fleet.asked))
+            return made
+
+        with mock.patch.object(home.kind, "plan", plan):
+            home.kill("b")
+            await home.until(lambda: home.ready and home.names() == "a")
+        assert "c" not in {device_id for device_id, _ in case.fleet.asked[asked_before[0] :]}
+        assert "failed" not in home.phases()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 async def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(kind: str, new_case: NewCase) -> None:
     async with prepared_home(new_case(kind, "abc")) as (case, home):
         lost = home.plan.devices[-1].name
