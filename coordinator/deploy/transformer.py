@@ -20,7 +20,7 @@ from coordinator.devices.fleet import Fleet
 from coordinator.models.checkpoint.checkpoint import COPY_MARKER, Checkpoint
 from coordinator.models.checkpoint.chunk_layout import chunks_for_rank
 from coordinator.models.checkpoint.sharding import cached_manifest, chunk_bytes
-from hearth.errors import BadCheckpoint, BadMessage, DeviceLost, HearthError, StepFailed
+from hearth.errors import BadCheckpoint, BadMessage, ConnectionLost, DeviceLost, HearthError
 from hearth.plan.common import ValueFormatName
 from hearth.plan.kernels import KernelChoice
 from hearth.plan.layer import LAYER_CHUNK_KINDS
@@ -216,7 +216,7 @@ class TransformerDeployment(Deployment):
             except HearthError as error:
                 first = self.plan.devices[0]
                 if isinstance(error, DeviceLost) and await self._fleet.answers_again(first.device_id):
-                    return StepFailed(device=first.name, reason="the connection to it broke; it has a new one")
+                    return ConnectionLost(endpoint=first.name)
                 if error.scope != "request":
                     raise
                 return error  # concerns this sequence alone: do not abort the others

@@ -31,8 +31,10 @@ _MAX_FAILURES_ALONE = 3
 # Failures on a plan that served a probe at once: one more than a lost connection between two workers explains.
 _MAX_FAILURES_ON_A_WORKING_PLAN = 2
 
-# Errors that a request cannot cause.
-_NOT_BY_A_REQUEST = (DeviceLost, LinkLost, LeaseLost, AgentBusy, NotServing, Unreachable, ConnectionLost)
+# Errors that end the plan at once.
+_LOSSES = (DeviceLost, LinkLost, LeaseLost, AgentBusy, NotServing, Unreachable)
+# Errors that a request cannot cause: also that the connection to an agent broke, although the plan may still work.
+_NOT_BY_A_REQUEST = (*_LOSSES, ConnectionLost)
 
 
 def is_lost(error: HearthError) -> bool:
@@ -42,7 +44,7 @@ def is_lost(error: HearthError) -> bool:
 
 def needs_probe(error: HearthError) -> bool:
     """Whether the plan may still work, so that a small request decides if it ends."""
-    return is_lost(error) and not isinstance(error, (*_NOT_BY_A_REQUEST, WorkerDied))
+    return is_lost(error) and not isinstance(error, (*_LOSSES, WorkerDied))
 
 
 @dataclass

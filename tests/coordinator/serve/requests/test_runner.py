@@ -129,6 +129,21 @@ async def test_failed_step_on_a_plan_that_works_is_repeated_once_and_alone(error
     assert (home.lost, home.requests.num_failed) == ([], 1)
 
 
+async def test_requests_whose_connection_broke_go_on_together_on_a_plan_that_works() -> None:
+    home = Home(capacity=3)
+    asked = [home.ask(name) for name in "abc"]
+    await let_tasks_run()
+    for _ in range(3):
+        home.began.clear()
+        for name in "abc":
+            await home.end(name, errors.ConnectionLost(endpoint="a"))
+        assert home.began == [("a", 1), ("b", 1), ("c", 1)]
+    for name in "abc":
+        await home.end(name)
+    await asyncio.gather(*asked)
+    assert home.lost == []
+
+
 async def test_admission_pauses_during_a_probe() -> None:
     home, probed = Home(capacity=1), asyncio.Event()
 
