@@ -279,6 +279,7 @@ class ForkedProcess:
         return await asyncio.shield(self._code)
 
     def _process_ended(self) -> None:
+        """The kernel reports the end: reap the process."""
         asyncio.get_running_loop().remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._code.set_result(os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1]))

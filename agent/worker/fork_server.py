@@ -31,8 +31,9 @@ _MAX_REQUEST_BYTES = 1 << 14  # three paths, a log level, and ranges of ports
 # Of /proc/self/stat, counted after the command's name: begin and end of the arguments in memory; see proc(5).
 _ARGUMENTS_FIELD = 45
 # Threads after the imports. onnxruntime starts one that sleeps; sessions have their own, and work without it.
-_POLL_SECONDS = 0.001  # interval at which a worker looks whether it was adopted
 _NUM_THREADS = {"torch": 1, "onnxruntime": 2}
+_POLL_SECONDS = 0.001  # interval at which a new worker checks whether the daemon has adopted it
+_ADOPTION_SECONDS = 2.0  # longest wait for that, which takes milliseconds; the daemon waits no longer for the worker
 
 
 class ForkServer:
@@ -57,23 +58,23 @@ class ForkServer:
             self._fork(request)
 
     def _fork(self, request: ForkWorker) -> None:
-        """Fork a worker by way of a process that ends at once, so that the daemon adopts it. Raises OSError."""
-        if (between := os.fork()) == 0:
+        """Fork a worker. Its parent is a second process, which ends at once, so that the daemon adopts it. Raises OSError."""
+        if (parent := os.fork()) == 0:
             try:
-                between = os.getpid()
                 if os.fork() == 0:
-                    self._become_worker(request, between)
+                    self._become_worker(request)
                 os._exit(0)
             finally:
                 os._exit(1)
-        if os.waitpid(between, 0)[1] != 0:
+        if os.waitpid(parent, 0)[1] != 0:
             raise OSError("no worker was forked")
 
-    def _become_worker(self, request: ForkWorker, between: int) -> None:
+    def _become_worker(self, request: ForkWorker) -> None:
         """Run the worker in the child; never returns into the server's loop."""
         code = 1
         try:
-            while os.getppid() == between:
+            deadline = time.monotonic() + _ADOPTION_SECONDS
+            while os.getppid() != self._daemon and time.monotonic() < deadline:
                 time.sleep(_POLL_SECONDS)
             die_with_parent(self._daemon)
             _rename_process()

@@ -394,12 +394,19 @@ def _task_errors(tasks: Sequence[asyncio.Future[Any]], ranks: Sequence[int] | No
     return found
 
 
+def health_error(device: Device) -> errors.DeviceLost | None:
+    """The error if no deployment can use a device in this state, else None."""
+    if device.health in ("dead", "busy", "refused"):
+        return errors.DeviceLost(device=device.name, reason=device.reason)
+    return None
+
+
 def loss_error(device: Device, deployment: Deployment, loaded: bool) -> errors.HearthError | None:
     """The error if this state of a device breaks a deployment, else None. `loaded`: its workers should be running."""
     if device.device_id not in {planned.device_id for planned in deployment.plan.devices}:
         return None
-    if device.health in ("dead", "busy", "refused"):
-        return errors.DeviceLost(device=device.name, reason=device.reason)
+    if (lost := health_error(device)) is not None:
+        return lost
     if device.state is None:
         return errors.DeviceLost(device=device.name, reason="its agent was restarted")
     if (worker := device.failed_worker(deployment.name, deployment.epoch)) is not None:

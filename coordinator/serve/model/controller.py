@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from coordinator.deploy.deployment import Deployment, loss_error
+from coordinator.deploy.deployment import Deployment, health_error, loss_error
 from coordinator.deploy.graph import GraphDeployment
 from coordinator.devices.registry import Device
 from coordinator.models.graph_file import GraphFile
@@ -315,7 +315,9 @@ class Controller:
                 await services.state.file.saved()  # before any device sees the epoch
                 self.plan = plan
                 self.deployment = deployment = self.kind.deployment(plan, self.name)
-                self._check_devices(deployment, loaded=False)  # one may have been lost while the plan was made
+                for device in self._devices_of(plan):
+                    if (lost := health_error(device)) is not None:  # while the plan was made
+                        raise lost
                 if not state.has_served:
                     self._warm_workers(device.device_id for device in plan.devices)
                 if parts := self._bring_up.take_prepared(plan):
@@ -423,18 +425,18 @@ class Controller:
         self._replanner.record_restored_plan(plan)
         return cycle.WorkersTakenOver(plan.epoch)
 
-    def _check_devices(self, deployment: Deployment, loaded: bool) -> None:
-        """Raise the error of a device that breaks the deployment, if one does."""
-        for planned in deployment.plan.devices:
-            if (error := loss_error(self._services.fleet.devices[planned.device_id], deployment, loaded)) is not None:
-                raise error
+    def _devices_of(self, plan: Plan) -> list[Device]:
+        """The devices of a plan, as they are now."""
+        return [self._services.fleet.devices[each.device_id] for each in plan.devices]
 
     async def _resume(self, plan: Plan, lost: Deployment) -> cycle.WorkersTakenOver | cycle.DeploymentLost:
         """Once the leases on the plan's devices are back, go on with the workers of a deployment, which have run on."""
         try:
             while True:
                 await self._bring_up.await_leases(plan)
-                self._check_devices(lost, loaded=True)
+                for device in self._devices_of(plan):
+                    if (error := loss_error(device, lost, loaded=True)) is not None:
+                        raise error
                 self.deployment = deployment = self.kind.deployment(plan, self.name)
                 with suppress(errors.LeaseLost):
                     await deployment.take_over(lost.last_step)

@@ -589,6 +589,23 @@ async def test_device_that_is_lost_while_the_plan_is_made_is_asked_nothing(kind:
         assert "failed" not in home.phases()
 
 
+async def test_device_without_a_heartbeat_since_its_return_gets_its_part_of_the_plan(new_case: NewCase) -> None:
+    case = new_case("transformer", "abc")
+    async with case.serving() as home:
+        make_plan, planned = home.kind.plan, []
+
+        async def plan(*arguments: Any) -> Any:
+            if not planned:
+                case.fleet.devices["c"] = replace(case.fleet.devices["c"], state=None)
+            planned.append(await make_plan(*arguments))
+            return planned[-1]
+
+        with mock.patch.object(home.kind, "plan", plan):
+            home.kill("b")
+            await home.until(lambda: home.ready and home.names() == "ac")
+        assert len(planned) == 1
+
+
 @pytest.mark.parametrize("kind", KINDS)
 async def test_plan_that_was_made_ahead_is_deployed_at_once_after_a_loss(kind: str, new_case: NewCase) -> None:
     async with prepared_home(new_case(kind, "abc")) as (case, home):
