@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from xml.etree import ElementTree
 
-from hearth.errors import InternalError
+from hearth.errors import BadSetting, InternalError
 from tools.bench.experiment import Context, Experiment
 from tools.bench.results import REPOSITORY, Record, Summary, Table
 
 _TEST = "tests/agent/worker/transformer/generation/test_published_widths.py"
+_NO_TESTS = 5  # exit status of pytest
 
 
 class ExactnessRow(Record):
@@ -44,6 +45,8 @@ class Exactness(Experiment[ExactnessRow]):
             report = context.folder / f"{family}.xml"  # one each: a run that is killed leaves none
             command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-k", family, f"--junitxml={report}", _TEST]
             done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+            if done.returncode == _NO_TESTS:
+                raise BadSetting(setting="families", reason=f"'{family}' is no family of {_TEST}")
             if not report.exists():
                 raise InternalError(where="pytest", reason=done.stdout[-500:])
             for test in ElementTree.parse(report).iter("testcase"):

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import psutil
 
-from hearth.errors import ModelDoesNotFit
+from hearth.errors import BadSetting, ModelDoesNotFit
 from hearth.plan.model_spec import ModelSpec
 from hearth.plan.plan import TransformerPlan
 from hearth.plan.profile import ClusterProfile
@@ -41,6 +42,7 @@ from tools.testbed import Scenario, Testbed
 MIN_ROUNDS = 5  # least number of measured rounds of a setting
 PAPER_MBIT = 125 / 190  # the paper's Mbit/s per Mbit/s of our scenarios, at the same ratio of compute to traffic
 _MOST_ROUNDS = 2  # most rounds in all, as a multiple of the requested number, if some are disturbed
+_RESERVE_BYTES = 1 << 30  # memory to leave free on this machine
 _ABOVE_BOUND = (
     "its bound is above its time: a device that waits for tiles saves some of its CPU quota and computes faster afterwards, "
     "which it does not where computations run alone"
@@ -152,7 +154,7 @@ class Bench:
     ) -> None:  # fmt: skip
         """`real_mbit`: every setting gives its own rate. `gloo`: also start the gloo baseline."""
         self.scenario, self._models, self._report = scenario, models, report
-        self._real_mbit, self._repeat_disturbed = real_mbit, repeat_disturbed
+        self._real_mbit, self._wants_gloo, self._repeat_disturbed = real_mbit, gloo, repeat_disturbed
         names = [device.name for device in scenario.devices]
         report(f"{scenario.name}: putting up {len(names)} devices")
         folder = Path(tempfile.mkdtemp(prefix="testbed-", dir=folder))
@@ -196,6 +198,7 @@ class Bench:
             except _CannotRun as reason:
                 notes[entry].insert(0, str(reason))
         reference = reference_plan(model.spec, cluster, setting.seq_len)
+        self._check_memory([plan for plan in (*plans.values(), reference) if plan is not None], model)
         alone = f"{prefix}{REFERENCE.key}-reference"
         self._load(alone, reference, REFERENCE, prepared)
         prepared.expected = self._engine.run(alone, setting.seq_len).sums
@@ -233,11 +236,32 @@ class Bench:
         if setting.num_devices == 1 and entry.strategy not in ("local", "auto"):
             raise _CannotRun("needs two devices")
         if entry.strategy in GLOO:
+            if setting.num_devices > spec.num_heads:
+                raise _CannotRun(f"{spec.num_heads} heads are too few")
+            if spec.rotary is not None or spec.gated:
+                raise _CannotRun(f"{entry.strategy} runs BERT, GPT-2 and OPT only")
             return None
         try:
             return plan_for(entry, spec, prepared.cluster, setting.seq_len)
         except ModelDoesNotFit as error:
             raise _CannotRun(f"out of memory: {format_bytes(error.missing_bytes)} are missing") from None
+
+    def _check_memory(self, plans: Sequence[TransformerPlan], model: StoredModel) -> None:
+        """Raise BadSetting if all plans do not fit in memory together. Plans with equal shares share their weights."""
+        shares: dict[tuple[int, str], int] = {}
+        for plan in plans:
+            share = plan.body.model_copy(update={"overlap": True, "exact_links": ()}).model_dump_json()
+            for rank, device in enumerate(plan.devices):
+                shares[rank, share] = device.memory.weights + device.memory.embeddings
+        checkpoint = 2 * sum(ref.num_bytes for ref in model.refs) if self._wants_gloo else 0  # plain and packed
+        wanted = sum(shares.values()) + checkpoint + _RESERVE_BYTES
+        there = psutil.virtual_memory().available
+        if wanted > there:
+            raise BadSetting(
+                setting="layers",
+                reason=f"the plans of {model.spec.name} need {format_bytes(wanted)} together, {format_bytes(there)} are "
+                "free: run fewer layers or fewer strategies at once",
+            )
 
     def _load(self, key: str, plan: TransformerPlan, entry: Entry, prepared: _Prepared) -> None:
         self._report(f"{self.scenario.name}: loading {key}")

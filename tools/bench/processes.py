@@ -22,7 +22,7 @@ import zmq.asyncio
 from typing_extensions import Self
 
 from hearth.client.home import AsyncHome, connect_async
-from hearth.errors import DeadlineExceeded, HearthError, InternalError
+from hearth.errors import BadSetting, DeadlineExceeded, HearthError, InternalError
 from tools.interrupts import shielded
 from tools.testbed import Testbed
 
@@ -52,7 +52,10 @@ class ProcessGroup:
 
     def start(self, device: str, *arguments: str, limited: bool = True) -> None:
         """Start the process of a device. Not `limited`: without the device's CPU quota."""
-        address = f"ipc://{self._testbed.folder / self._module}-{device}"
+        path = self._testbed.folder / f"{self._module}-{device}"
+        if len(str(path)) > zmq.IPC_PATH_MAX_LEN:
+            raise BadSetting(setting="TMPDIR", reason=f"{path} is too long for a socket")
+        address = f"ipc://{path}"
         socket = self._context.socket(zmq.PAIR)
         socket.linger = 0
         socket.bind(address)
