@@ -107,7 +107,7 @@ class PlanRunner:
         self, planning: Planning, deployment: Any, live: LiveDevices, rounds: int
     ) -> tuple[float, ...]:
         try:
-            weights = planning.weights(deployment.plan, self._settings.state_dir / "manifests")
+            weights = await planning.weights(deployment.plan, self._settings.state_dir / "manifests")
             await deployment.push(weights, lambda name, done, total: None)
             await deployment.load(live.profiler.links, self._settings.encrypt_data_plane)
             return await planning.measure_seconds(deployment, rounds)

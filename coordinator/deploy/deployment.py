@@ -9,7 +9,6 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -133,7 +132,7 @@ class Deployment:
 
     async def push(
         self,
-        weights: AbstractAsyncContextManager[Weights],
+        weights: Weights,
         progress: PushProgress,
         pause: PushPause = no_pause,
         room_bytes: dict[str, int] | None = None,
@@ -142,14 +141,13 @@ class Deployment:
 
         `room_bytes`: as of `Distribution`, for chunks that are sent ahead.
         """
-        async with weights as opened:
-            distribution = Distribution(self._fleet, progress, pause, room_bytes)
-            try:
-                ids = [device.device_id for device in self.plan.devices]
-                await distribution.run(dict(zip(ids, opened.chunks, strict=True)))
-            finally:
-                self.sent_bytes, self.forwarded_bytes = distribution.sent_bytes, distribution.forwarded_bytes
-            self.parts = opened.parts
+        distribution = Distribution(self._fleet, progress, pause, room_bytes)
+        try:
+            ids = [device.device_id for device in self.plan.devices]
+            await distribution.run(dict(zip(ids, weights.chunks, strict=True)))
+        finally:
+            self.sent_bytes, self.forwarded_bytes = distribution.sent_bytes, distribution.forwarded_bytes
+        self.parts = weights.parts
 
     async def load(self, links: Mapping[tuple[str, str], Link], encrypt: bool) -> None:
         """Start the workers with the pushed weights; once all have bound their sockets, connect them.

@@ -6,8 +6,7 @@ A segment has chunks of its ONNX protobuf, and of each weight separately, so tha
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,15 +33,14 @@ Arrays: TypeAlias = "dict[str, np.ndarray[Any, Any]]"
 _EXTRA_REQUESTS = 4
 
 
-@asynccontextmanager
-async def segment_weights(chunks: SegmentChunks, plan: GraphPlan) -> AsyncIterator[Weights]:
+async def segment_weights(chunks: SegmentChunks, plan: GraphPlan) -> Weights:
     """The weight chunks of every rank's segments. Raises BadModelFile, DiskHung."""
     segments = plan.body.segments
     seconds = read_seconds(await on_disk(chunks.path, FILE_SECONDS, chunks.num_bytes))
     contents = [await on_disk(chunks.path, seconds, chunks.files_and_chunks, segment) for segment in segments]
     of_segments = list(zip(segments, contents, strict=True))
     by_rank = [[each for segment, each in of_segments if segment.rank == rank] for rank in range(plan.num_ranks)]
-    yield Weights(
+    return Weights(
         chunks=[
             list({chunk.hash: chunk for _, own in contents_of_rank for chunk in own}.values())
             for contents_of_rank in by_rank
@@ -100,15 +98,16 @@ class SegmentChunks:
 
     def files_and_chunks(self, segment: Segment) -> tuple[SegmentFiles, list[Chunk]]:
         """How a device assembles the segment, and its chunks. Raises BadModelFile for a weight that cannot be described."""
-        from coordinator.models.onnx.file import dtype_name
+        from coordinator.models.onnx.file import dtype_name, num_bytes_of
         from coordinator.models.onnx.segments import segment_model
 
         proto, weights = segment_model(self._model, segment)
-        graph = _split(self.path, lambda: memoryview(proto))
+        graph = _split(self.path, len(proto), lambda part: memoryview(proto)[part])
         chunks, arrays = [*graph], []
         for weight in weights:
             if weight.name not in self._weight_chunks:
-                self._weight_chunks[weight.name] = _split(self.path, partial(self._model.file.read, weight))
+                num_bytes = num_bytes_of(weight.data_type, tuple(weight.dims))
+                self._weight_chunks[weight.name] = _split(self.path, num_bytes, partial(self._model.file.read, weight))
             weight_chunks = self._weight_chunks[weight.name]
             chunks += weight_chunks
             array = {"name": weight.name, "dtype": dtype_name(weight.data_type), "shape": tuple(weight.dims)}
@@ -122,12 +121,9 @@ class SegmentChunks:
         return SegmentFiles(graph=tuple(chunk.hash for chunk in graph), initializers=tuple(arrays)), chunks
 
 
-def _split(path: Path, read: Callable[[], memoryview]) -> tuple[Chunk, ...]:
-    data = read()
-
+def _split(path: Path, num_bytes: int, read: Callable[[slice], memoryview]) -> tuple[Chunk, ...]:
     def chunk(start: int) -> Chunk:
-        part = data[start : start + MAX_GRAPH_CHUNK_BYTES]
-        end = start + MAX_GRAPH_CHUNK_BYTES
-        return Chunk(hashlib.sha256(part).hexdigest(), len(part), lambda: read()[start:end], str(path))
+        part = slice(start, min(start + MAX_GRAPH_CHUNK_BYTES, num_bytes))
+        return Chunk(hashlib.sha256(read(part)).hexdigest(), part.stop - start, partial(read, part), str(path))
 
-    return tuple(chunk(start) for start in range(0, max(len(data), 1), MAX_GRAPH_CHUNK_BYTES))
+    return tuple(chunk(start) for start in range(0, max(num_bytes, 1), MAX_GRAPH_CHUNK_BYTES))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +35,6 @@ from hearth.wire.rpc import Reply
 log = logging.getLogger(__name__)
 
 
-@asynccontextmanager
 async def shard_weights(
     model_dir: Path,
     plan: TransformerPlan,
@@ -43,37 +42,35 @@ async def shard_weights(
     kernels: Mapping[str, tuple[KernelChoice, ...]] = MappingProxyType({}),
     vocabulary: Callable[[], bytes | None] = lambda: None,
     draft_dir: Path | None = None,
-) -> AsyncIterator[Weights]:
+) -> Weights:
     """The weight chunks of every rank's shard, and its kernels (by device id; without: the worker's defaults).
 
     `vocabulary`: the tokens, for grammars; ranks that hold rows of the vocabulary get them as one chunk more. `draft_dir`:
-    directory of the plan's draft model, if it has one. The checkpoints are open inside the context. Raises BadCheckpoint,
-    DiskHung.
+    directory of the plan's draft model, if it has one. Raises BadCheckpoint, DiskHung.
     """
-    async with AsyncExitStack() as stack:
-        shards = await stack.enter_async_context(_chunks_by_rank(model_dir, plan, cache_dir))
-        draft: list[_ShardChunk] = []
-        if (alone := draft_plan(plan)) is not None and draft_dir is not None:
-            (draft,) = await stack.enter_async_context(_chunks_by_rank(draft_dir, alone, cache_dir))
-        drafts = [draft if rank == DRAFT_RANK else [] for rank in range(plan.num_ranks)]
-        tokens = await on_disk(model_dir, FILE_SECONDS, vocabulary)
-        tokens_chunks = [_vocabulary_chunk(tokens, model_dir)] if tokens is not None else []
-        of_tokens = [tokens_chunks if rows else [] for rows in plan.body.vocabulary]
-        yield Weights(
-            [
-                [*(each.chunk for each in (*own, *guessing)), *words]
-                for own, guessing, words in zip(shards, drafts, of_tokens, strict=True)
-            ],
-            [
-                wire.ShardParts(
-                    chunks=tuple(each.ref for each in own),
-                    kernels=kernels.get(device.device_id, ()),
-                    vocabulary=words[0].hash if words else None,
-                    draft_chunks=tuple(each.ref for each in guessing),
-                )
-                for device, own, guessing, words in zip(plan.devices, shards, drafts, of_tokens, strict=True)
-            ],
-        )
+    shards = await _chunks_by_rank(model_dir, plan, cache_dir)
+    draft: list[_ShardChunk] = []
+    if (alone := draft_plan(plan)) is not None and draft_dir is not None:
+        (draft,) = await _chunks_by_rank(draft_dir, alone, cache_dir)
+    drafts = [draft if rank == DRAFT_RANK else [] for rank in range(plan.num_ranks)]
+    tokens = await on_disk(model_dir, FILE_SECONDS, vocabulary)
+    tokens_chunks = [_vocabulary_chunk(tokens, model_dir)] if tokens is not None else []
+    of_tokens = [tokens_chunks if rows else [] for rows in plan.body.vocabulary]
+    return Weights(
+        [
+            [*(each.chunk for each in (*own, *guessing)), *words]
+            for own, guessing, words in zip(shards, drafts, of_tokens, strict=True)
+        ],
+        [
+            wire.ShardParts(
+                chunks=tuple(each.ref for each in own),
+                kernels=kernels.get(device.device_id, ()),
+                vocabulary=words[0].hash if words else None,
+                draft_chunks=tuple(each.ref for each in guessing),
+            )
+            for device, own, guessing, words in zip(plan.devices, shards, drafts, of_tokens, strict=True)
+        ],
+    )
 
 
 class _ShardChunk(NamedTuple):
@@ -83,11 +80,8 @@ class _ShardChunk(NamedTuple):
     chunk: Chunk
 
 
-@asynccontextmanager
-async def _chunks_by_rank(
-    model_dir: Path, plan: TransformerPlan, cache_dir: Path
-) -> AsyncIterator[list[list[_ShardChunk]]]:
-    """The chunks of every rank's shard of one model, whose checkpoint is open inside the context."""
+async def _chunks_by_rank(model_dir: Path, plan: TransformerPlan, cache_dir: Path) -> list[list[_ShardChunk]]:
+    """The chunks of every rank's shard of one model."""
 
     def opened() -> tuple[Checkpoint, int, bool]:
         checkpoint = Checkpoint(model_dir)
@@ -95,16 +89,15 @@ async def _chunks_by_rank(
         return checkpoint, num_bytes, (model_dir.parent / COPY_MARKER).exists()
 
     checkpoint, num_bytes, is_copy = await on_disk(model_dir, FILE_SECONDS, opened)
-    with checkpoint:
-        manifest = await on_disk(model_dir, read_seconds(num_bytes), cached_manifest, checkpoint, plan.model, cache_dir)
+    manifest = await on_disk(model_dir, read_seconds(num_bytes), cached_manifest, checkpoint, plan.model, cache_dir)
 
-        def chunk(ref: wire.ChunkRef) -> _ShardChunk:
-            read = partial(chunk_bytes, checkpoint, plan.model, ref.kind, ref.layer, ref.grain)
-            if is_copy:
-                read = partial(_refuse_to_read, model_dir, ref)
-            return _ShardChunk(ref, Chunk(ref.hash, ref.num_bytes, read, str(model_dir)))
+    def chunk(ref: wire.ChunkRef) -> _ShardChunk:
+        read = partial(chunk_bytes, checkpoint, plan.model, ref.kind, ref.layer, ref.grain)
+        if is_copy:
+            read = partial(_refuse_to_read, model_dir, ref)
+        return _ShardChunk(ref, Chunk(ref.hash, ref.num_bytes, read, str(model_dir)))
 
-        yield [list(map(chunk, chunks_for_rank(manifest, plan, rank))) for rank in range(plan.num_ranks)]
+    return [list(map(chunk, chunks_for_rank(manifest, plan, rank))) for rank in range(plan.num_ranks)]
 
 
 def _vocabulary_chunk(tokens: bytes, model_dir: Path) -> Chunk:

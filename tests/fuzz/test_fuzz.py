@@ -98,8 +98,8 @@ def read_safetensors(data: bytes) -> None:
     """The file, and its header with the right length."""
     for content in (data, len(data).to_bytes(8, "little") + data):
         (FOLDER / "model.safetensors").write_bytes(content)
-        with suppress(HearthError), Checkpoint(FOLDER):
-            pass
+        with suppress(HearthError):
+            Checkpoint(FOLDER)
 
 
 def safetensors() -> Iterable[bytes]:

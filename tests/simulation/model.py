@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -75,13 +74,12 @@ def rank_refs(plan: TransformerPlan, rank: int) -> tuple[ChunkRef, ...]:
     return _REFS[first : first + plan.body.heads[rank]]
 
 
-@asynccontextmanager
 async def shard_weights(
     model_dir: Path, plan: TransformerPlan, cache_dir: Path, kernels: Mapping[str, Any], *others: Any
-) -> AsyncIterator[Weights]:
+) -> Weights:
     """Stands for `coordinator.deploy.transformer.shard_weights`."""
     refs = [rank_refs(plan, rank) for rank in range(plan.num_ranks)]
-    yield Weights(
+    return Weights(
         [[Chunk(ref.hash, ref.num_bytes, lambda ref=ref: chunk_content(ref.grain)) for ref in each] for each in refs],
         [ShardParts(chunks=each) for each in refs],
     )

@@ -57,10 +57,10 @@ def _stored_chunks(model_dir: Path, spec: ModelSpec) -> dict[wire.ChunkRef, Path
 
 def store_chunks(model_dir: Path, spec: ModelSpec, store: ShardStore) -> dict[wire.ChunkRef, Path]:
     """Cut a checkpoint into chunks; return the file of each in `store`."""
-    with Checkpoint(model_dir) as checkpoint:
-        refs = build_manifest(checkpoint, spec)
-        for ref in refs:
-            store.put(ref.hash, chunk_bytes(checkpoint, spec, ref.kind, ref.layer, ref.grain))
+    checkpoint = Checkpoint(model_dir)
+    refs = build_manifest(checkpoint, spec)
+    for ref in refs:
+        store.put(ref.hash, chunk_bytes(checkpoint, spec, ref.kind, ref.layer, ref.grain))
     return {ref: store.path_of(ref.hash) for ref in refs}
 
 

@@ -85,15 +85,17 @@ class GlooTensorParallel:
     def load(self, model_dir: str, packed: bool) -> None:
         """Load this rank's heads and columns from a checkpoint."""
         spec = self._spec = read_spec(Path(model_dir))
-        with Checkpoint(Path(model_dir)) as checkpoint:
-            names = TensorNames(FAMILIES[spec.family], checkpoint)
+        checkpoint = Checkpoint(Path(model_dir))
+        names = TensorNames(FAMILIES[spec.family], checkpoint)
         head_shares = self._share(spec.num_heads)
         heads = slice(head_shares.start * spec.head_dim, head_shares.stop * spec.head_dim)
         columns = self._share(spec.ffn_size)
         with safe_open(Path(model_dir) / "model.safetensors", framework="pt") as stored:
 
             def read(source: TensorSource) -> Tensor:
-                return source.view(stored.get_tensor(source.name))
+                tensor = stored.get_tensor(source.name)
+                index, parts = source.part
+                return (tensor.T if source.transposed else tensor).chunk(parts)[index]
 
             def embedding(name: str) -> Tensor:
                 return read(names.embedding(name))

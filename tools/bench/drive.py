@@ -60,11 +60,11 @@ class StoredModel:
         self.store_dir = store_dir
         self.spec: ModelSpec = read_spec(model_dir).model_copy(update={"weights": weights})
         store = ShardStore(store_dir, _STORE_BYTES, "bench")
-        with Checkpoint(model_dir) as checkpoint:
-            self.refs: tuple[ChunkRef, ...] = build_manifest(checkpoint, self.spec)
-            for ref in self.refs:
-                if store.missing((ref.hash,)):
-                    store.put(ref.hash, chunk_bytes(checkpoint, self.spec, ref.kind, ref.layer, ref.grain))
+        checkpoint = Checkpoint(model_dir)
+        self.refs: tuple[ChunkRef, ...] = build_manifest(checkpoint, self.spec)
+        for ref in self.refs:
+            if store.missing((ref.hash,)):
+                store.put(ref.hash, chunk_bytes(checkpoint, self.spec, ref.kind, ref.layer, ref.grain))
 
 
 class EngineRunners(ProcessGroup):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -234,8 +233,8 @@ class GraphPlanning:
     def deployment(self, fleet: Fleet, plan: GraphPlan) -> GraphDeployment:
         return GraphDeployment(fleet, plan)
 
-    def weights(self, plan: GraphPlan, cache_dir: Path) -> AbstractAsyncContextManager[Weights]:
-        return segment_weights(self._chunks, plan)
+    async def weights(self, plan: GraphPlan, cache_dir: Path) -> Weights:
+        return await segment_weights(self._chunks, plan)
 
     async def measure_seconds(self, deployment: GraphDeployment, rounds: int) -> tuple[float, ...]:
         """Seconds of sequential requests after one warm-up request; for throughput, see `_pipeline_seconds`."""

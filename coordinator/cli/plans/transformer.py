@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -162,9 +162,9 @@ class TransformerPlanning:
     def deployment(self, fleet: Fleet, plan: TransformerPlan) -> TransformerDeployment:
         return TransformerDeployment(fleet, plan)
 
-    def weights(self, plan: TransformerPlan, cache_dir: Path) -> AbstractAsyncContextManager[Weights]:
+    async def weights(self, plan: TransformerPlan, cache_dir: Path) -> Weights:
         draft = self.model.draft
-        return shard_weights(
+        return await shard_weights(
             self.model.directory, plan, cache_dir, self._kernels, draft_dir=draft.directory if draft else None
         )
 

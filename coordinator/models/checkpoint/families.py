@@ -38,12 +38,13 @@ class TensorSource:
         whole = (shape[0] * self.part[1], *shape[1:])
         return whole[::-1] if self.transposed else whole
 
-    def view(self, stored: Any) -> Any:
-        """Our tensor as a view of the stored one (numpy or torch)."""
-        by_output = stored.T if self.transposed else stored
-        index, of = self.part
-        size = by_output.shape[0] // of
-        return by_output[index * size : (index + 1) * size]
+    def region(self, shape: tuple[int, ...], place: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Where the part `place` of our tensor of `shape` is in the stored one. `place`: a slice for each of the first axes."""
+        whole = [slice(None)] * (len(shape) - len(place))
+        start, stop, _ = place[0].indices(shape[0])
+        first = self.part[0] * shape[0]
+        region = (slice(first + start, first + stop), *place[1:], *whole)
+        return region[::-1] if self.transposed else region
 
 
 @dataclass(frozen=True)
@@ -290,8 +291,8 @@ def read_spec(model_dir: Path) -> ModelSpec:
             raise _unsupported(config, setting, config[setting], only)
     try:
         values = _spec_fields(family, config)
-        with Checkpoint(model_dir) as checkpoint:
-            dtype = checkpoint.dtype(TensorNames(family, checkpoint).layer(0, "q.weight").name)
+        checkpoint = Checkpoint(model_dir)
+        dtype = checkpoint.dtype(TensorNames(family, checkpoint).layer(0, "q.weight").name)
         return ModelSpec(name=model_name(model_dir, config), family=name, dtype=dtype, **values)
     except ValidationError as error:
         raise BadCheckpoint(path=str(path), reason=first_error(error, "the config", family.config)) from None

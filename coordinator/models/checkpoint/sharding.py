@@ -30,8 +30,9 @@ def chunk_bytes(checkpoint: Checkpoint, spec: ModelSpec, kind: ChunkKind, layer:
     for piece in chunk_slices(spec, kind, grain):
         name = piece.tensor.name
         source = names.layer(layer, name) if kind in LAYER_CHUNK_KINDS else names.embedding(name)
-        array = _checked_view(checkpoint, spec, source, piece.tensor)
-        tensors[name] = checkpoint.copy_view(source.name, array[piece.place()])
+        _check(checkpoint, spec, source, piece.tensor)
+        stored = checkpoint.read(source.name, source.region(piece.tensor.shape, piece.place()))
+        tensors[name] = np.ascontiguousarray(stored.T) if source.transposed else stored
     return _safetensors_blob(spec, tensors)
 
 
@@ -45,10 +46,8 @@ def _safetensors_blob(spec: ModelSpec, tensors: dict[str, np.ndarray[Any, Any]])
     return b"".join([header, *(array.data for array in tensors.values())])
 
 
-def _checked_view(
-    checkpoint: Checkpoint, spec: ModelSpec, source: TensorSource, tensor: ModelTensor
-) -> np.ndarray[Any, Any]:
-    """Our tensor as a view of the mapped file. Raises BadCheckpoint for an unexpected shape or dtype."""
+def _check(checkpoint: Checkpoint, spec: ModelSpec, source: TensorSource, tensor: ModelTensor) -> None:
+    """Raises BadCheckpoint for an unexpected shape or dtype."""
     name = source.name
     expected, stored = source.stored_shape(tensor.shape), checkpoint.shape(name)
     if stored != expected:
@@ -57,8 +56,6 @@ def _checked_view(
     if checkpoint.dtype(name) != spec.dtype:
         reason = f"the tensor {name} holds {checkpoint.dtype(name)}, others {spec.dtype}"
         raise BadCheckpoint(path=str(checkpoint.path), reason=reason)
-    view: np.ndarray[Any, Any] = source.view(checkpoint.array(name))
-    return view
 
 
 def build_manifest(checkpoint: Checkpoint, spec: ModelSpec) -> tuple[ChunkRef, ...]:

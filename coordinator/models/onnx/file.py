@@ -1,4 +1,4 @@
-"""An ONNX file parsed without its weights, which are read one by one from the mapped file.
+"""An ONNX file parsed without its weights, which are read one by one from the file.
 
 An ONNX file is one protobuf message that contains the weights, so parsing it loads all of them. This module first scans the
 message (the format is simple: field number, wire type, length) and replaces every tensor above `INLINE_BYTES` by a
@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-import mmap
+import os
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
 from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from coordinator.models.limits import MAX_AXES, MAX_PROTO_BYTES
-from coordinator.models.model_files import open_model_file
+from coordinator.models.model_files import open_model_file, read_region
 from coordinator.models.onnx.nodes import bodies, check_size
 from hearth.errors import BadModelFile
 
@@ -70,10 +72,10 @@ class OnnxFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._maps: dict[Path, mmap.mmap] = {}
-        data = memoryview(self._map(path))
+        self._sizes: dict[Path, int] = {}  # in bytes
         try:
-            slim = _without_large_tensors("model", data, 0, len(data))
+            with self._open(path) as file:
+                slim = _without_large_tensors("model", file, 0, self._size(path))
             if len(slim) > MAX_PROTO_BYTES:
                 raise self.error(f"it has more than {MAX_PROTO_BYTES >> 20} MiB without its large weights")
             self.proto = ModelProto.FromString(slim)
@@ -90,16 +92,23 @@ class OnnxFile:
     def error(self, reason: str) -> BadModelFile:
         return BadModelFile(path=str(self.path), reason=reason)
 
-    def read(self, tensor: TensorProto) -> memoryview:
-        """The little-endian bytes of a tensor: a view into the mapped file, if they are stored there in this form."""
-        if (source := source_of(tensor)) is not None:
-            return read_slice(self.read(source.tensor), source)
-        reference = _reference(tensor)
+    def read(self, tensor: TensorProto, part: slice = slice(None)) -> memoryview:
+        """The little-endian bytes of a tensor, or a part of them (a slice of step 1)."""
+        source = source_of(tensor)
+        stored = tensor if source is None else source.tensor
+        reference = _reference(stored)
         if reference is None:
-            return memoryview(raw_bytes(tensor))
-        path, offset, length, is_message = self._locate(reference, tensor)
-        view = memoryview(self._map(path))[offset : offset + length]
-        return memoryview(raw_bytes(TensorProto.FromString(view.tobytes()))) if is_message else view
+            return memoryview(raw_bytes(stored))[part]
+        path, offset, length, is_message = self._locate(reference, stored)
+        with self._open(path) as file:
+            if source is not None and not is_message:
+                region = tuple(slice(start, stop) for start, stop in source.region)
+                return _bytes_of(read_region(file, offset, tuple(stored.dims), _element(stored), region))[part]
+            data = read_region(file, offset, (length,), np.uint8, (slice(None) if is_message else part,)).data
+        if not is_message:
+            return data
+        data = memoryview(raw_bytes(TensorProto.FromString(data.tobytes())))
+        return (data if source is None else _region_of(data, source))[part]
 
     def inlined(self, tensor: TensorProto) -> TensorProto:
         """The tensor with its data inlined."""
@@ -119,25 +128,29 @@ class OnnxFile:
         """SHA-256 of the file and of the files of its external data, in the order of their names."""
         sha256 = hashlib.sha256()
         for path in self.paths():
-            sha256.update(len(self._map(path)).to_bytes(8, "little"))
-            # Not through the mapping, whose pages would stay resident.
-            with open_model_file(path, self.path.parent) as file:
+            sha256.update(self._size(path).to_bytes(8, "little"))
+            with self._open(path) as file:
                 while block := file.read(_HASH_BLOCK_BYTES):
                     sha256.update(block)
         return sha256.hexdigest()
 
-    def _map(self, path: Path) -> mmap.mmap:
-        if path not in self._maps:
-            try:
-                with open_model_file(path, self.path.parent) as file:
-                    self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            except FileNotFoundError:
-                missing = "there is no such file" if path == self.path else f"its weights in {path.name} are missing"
-                raise self.error(missing) from None
-            except (OSError, ValueError) as error:
-                where = "it" if path == self.path else path.name
-                raise self.error(f"{where} cannot be read ({getattr(error, 'strerror', None) or error})") from None
-        return self._maps[path]
+    @contextmanager
+    def _open(self, path: Path) -> Iterator[BufferedReader]:
+        try:
+            with open_model_file(path, self.path.parent) as file:
+                yield file
+        except FileNotFoundError:
+            missing = "there is no such file" if path == self.path else f"its weights in {path.name} are missing"
+            raise self.error(missing) from None
+        except OSError as error:
+            where = "it" if path == self.path else path.name
+            raise self.error(f"{where} cannot be read ({error.strerror or error})") from None
+
+    def _size(self, path: Path) -> int:
+        if path not in self._sizes:
+            with self._open(path) as file:
+                self._sizes[path] = os.fstat(file.fileno()).st_size
+        return self._sizes[path]
 
     def _check(self, tensor: TensorProto) -> None:
         """Check that the tensor's data exists and has the size that its shape implies. Inline a small one."""
@@ -176,7 +189,7 @@ class OnnxFile:
                 length = int(reference.get("length", num_bytes_of(tensor.data_type, tuple(tensor.dims))))
         except (KeyError, ValueError):
             raise self.error(f"its reference to the data of the weight {tensor.name} is invalid") from None
-        if min(offset, length) < 0 or offset + length > len(self._map(path)):
+        if min(offset, length) < 0 or offset + length > self._size(path):
             raise self.error(f"the weight {tensor.name} is incomplete: {path.name} was cut short")
         return path, offset, length, is_message
 
@@ -231,30 +244,30 @@ class _CorruptMessage(Exception):
     """The protobuf message is damaged. Never leaves this module."""
 
 
-def _without_large_tensors(kind: str, data: memoryview, start: int, stop: int) -> bytes:
+def _without_large_tensors(kind: str, file: BufferedReader, start: int, stop: int) -> bytes:
     """The encoded message with references in place of its large tensors."""
     if stop - start <= INLINE_BYTES:
-        return bytes(data[start:stop])
+        return _bytes_at(file, start, stop)
     if kind == "tensor":
-        return _tensor_reference(data, start, stop)
+        return _tensor_reference(file, start, stop)
     follow, parts, verbatim = _FIELDS[kind], bytearray(), start
-    for number, wire_type, field_start, value_start, value_stop in _fields(data, start, stop):
+    for number, wire_type, field_start, value_start, value_stop in _fields(file, start, stop):
         if number not in follow or wire_type != _BYTES or value_stop - value_start <= INLINE_BYTES:
             continue
-        parts += data[verbatim:field_start]
-        inner = _without_large_tensors(follow[number], data, value_start, value_stop)
+        parts += _bytes_at(file, verbatim, field_start)
+        inner = _without_large_tensors(follow[number], file, value_start, value_stop)
         parts += _varint(number << 3 | _BYTES) + _varint(len(inner)) + inner
         verbatim = value_stop
-    return bytes(parts + data[verbatim:stop])
+    return bytes(parts + _bytes_at(file, verbatim, stop))
 
 
-def _tensor_reference(data: memoryview, start: int, stop: int) -> bytes:
+def _tensor_reference(file: BufferedReader, start: int, stop: int) -> bytes:
     other_fields, key, place = bytearray(), _MESSAGE, (start, stop - start)
-    for number, wire_type, field_start, value_start, value_stop in _fields(data, start, stop):
+    for number, wire_type, field_start, value_start, value_stop in _fields(file, start, stop):
         if number == _TENSOR_STRINGS:  # strings have no fixed size, and are never weights
-            return bytes(data[start:stop])
+            return _bytes_at(file, start, stop)
         if number not in _TENSOR_DATA:
-            other_fields += data[field_start:value_stop]
+            other_fields += _bytes_at(file, field_start, value_stop)
         elif number == _TENSOR_RAW and wire_type == _BYTES:
             key, place = _RAW, (value_start, value_stop - value_start)
     reference = TensorProto(data_location=TensorProto.EXTERNAL)
@@ -262,17 +275,17 @@ def _tensor_reference(data: memoryview, start: int, stop: int) -> bytes:
     return bytes(other_fields + reference.SerializeToString())
 
 
-def _fields(data: memoryview, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
+def _fields(file: BufferedReader, start: int, stop: int) -> Iterator[tuple[int, int, int, int, int]]:
     """The fields of a message: field number, wire type, start of the field, start and end of its value."""
     position = start
     while position < stop:
         field_start = position
-        tag, position = _read_varint(data, position, stop)
+        tag, position = _read_varint(file, position, stop)
         wire_type, value_start = tag & 7, position
         if wire_type == _VARINT:
-            _, position = _read_varint(data, position, stop)
+            _, position = _read_varint(file, position, stop)
         elif wire_type == _BYTES:
-            length, value_start = _read_varint(data, position, stop)
+            length, value_start = _read_varint(file, position, stop)
             position = value_start + length
         elif wire_type in (_FIXED32, _FIXED64):
             position += 4 if wire_type == _FIXED32 else 8
@@ -283,16 +296,23 @@ def _fields(data: memoryview, start: int, stop: int) -> Iterator[tuple[int, int,
         yield tag >> 3, wire_type, field_start, value_start, position
 
 
-def _read_varint(data: memoryview, position: int, stop: int) -> tuple[int, int]:
-    value = shift = 0
-    while position < stop and shift < 64:
-        byte = data[position]
-        position += 1
-        value |= (byte & 0x7F) << shift
+def _read_varint(file: BufferedReader, position: int, stop: int) -> tuple[int, int]:
+    """A number of at most 10 bytes, and the position after it."""
+    value = 0
+    file.seek(position)
+    for index, byte in enumerate(file.read(min(10, stop - position))):
+        value |= (byte & 0x7F) << 7 * index
         if byte < 0x80:
-            return value, position
-        shift += 7
+            return value, position + index + 1
     raise _CorruptMessage
+
+
+def _bytes_at(file: BufferedReader, start: int, stop: int) -> bytes:
+    file.seek(start)
+    data = file.read(stop - start)
+    if len(data) < stop - start:
+        raise _CorruptMessage
+    return data
 
 
 def _varint(value: int) -> bytes:
@@ -338,9 +358,15 @@ def source_of(tensor: TensorProto) -> Source | None:
     return Source(source, region)
 
 
-def read_slice(data: memoryview, source: Source) -> memoryview:
-    """The bytes of the region from those of the whole weight: a view if they are consecutive, else a copy of the region."""
-    item_bytes = helper.tensor_dtype_to_np_dtype(source.tensor.data_type).itemsize
-    elements = np.frombuffer(data, np.dtype((np.void, item_bytes))).reshape(tuple(source.tensor.dims))
-    region = elements[tuple(slice(start, stop) for start, stop in source.region)]
-    return np.ascontiguousarray(region).reshape(-1).view(np.uint8).data
+def _region_of(data: memoryview, source: Source) -> memoryview:
+    """The bytes of the region from those of the whole weight."""
+    elements = np.frombuffer(data, _element(source.tensor)).reshape(tuple(source.tensor.dims))
+    return _bytes_of(np.ascontiguousarray(elements[tuple(slice(start, stop) for start, stop in source.region)]))
+
+
+def _element(tensor: TensorProto) -> np.dtype[np.void]:
+    return np.dtype((np.void, helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize))
+
+
+def _bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data

@@ -29,7 +29,7 @@ _STANDARD_DOMAINS = ("", "ai.onnx")
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """A model with every shape known; its weights stay in the mapped file until one is read.
+    """A model with every shape known; its weights stay in the file until one is read.
 
     The nodes of `graph` are the operators of `spec`, one for one. `tiles` says how the graph of the file was rewritten; it is
     empty for that graph itself.

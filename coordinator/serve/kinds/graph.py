@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,9 +132,9 @@ class GraphKind:
 
     # ---- deployments ----------------------------------------------------------------------------------------------
 
-    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
+    async def weights(self, plan: Plan) -> Weights:
         assert is_graph_plan(plan)
-        return segment_weights(self._graphs.of(plan).chunks, plan)
+        return await segment_weights(self._graphs.of(plan).chunks, plan)
 
     def deployment(self, plan: Plan, name: str) -> GraphDeployment:
         assert is_graph_plan(plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, TypeVar
@@ -105,7 +104,7 @@ class ModelKind(Protocol[D]):
         Returns the new plan and the predicted seconds of the new and of the deployed plan, both for this cluster.
         """
 
-    def weights(self, plan: Plan) -> AbstractAsyncContextManager[Weights]:
+    async def weights(self, plan: Plan) -> Weights:
         """The weight chunks that each rank of a plan needs."""
 
     def deployment(self, plan: Plan, name: str) -> D:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,8 +147,7 @@ class TransformerKind:
 
     # ---- deployments ----------------------------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def weights(self, plan: Plan) -> AsyncIterator[Weights]:
+    async def weights(self, plan: Plan) -> Weights:
         assert is_transformer_plan(plan)
         manifests = self._services.settings.state_dir / "manifests"
         fleet, profiler = self._services.fleet, self._services.profiler
@@ -157,10 +155,9 @@ class TransformerKind:
         unknown = [fleet.devices[device_id] for device_id in ids]
         known = await profiler.read(lambda: known_kernels(profiler, unknown, self.workload))
         draft_dir = self.model.draft.directory if self.model.draft is not None else None
-        async with shard_weights(
+        return await shard_weights(
             self.model.directory, plan, manifests, self._kernels | known, self._packed_vocabulary, draft_dir
-        ) as weights:
-            yield weights
+        )
 
     def _packed_vocabulary(self) -> bytes | None:
         return self._text_model.packed_vocabulary if self._text_model is not None else None
@@ -303,5 +300,4 @@ def transformer_files(model_dir: Path) -> list[Path]:
         for path in sorted(model_dir.iterdir())
         if path.is_file() and path.suffix not in _WEIGHTS and path.stat().st_size <= _MAX_SMALL_FILE_BYTES
     ]
-    with Checkpoint(model_dir) as checkpoint:
-        return [*small, *checkpoint.files]
+    return [*small, *Checkpoint(model_dir).files]

@@ -323,7 +323,7 @@ class Controller:
                 if parts := self._bring_up.take_prepared(plan):
                     deployment.parts = parts
                     return cycle.ChunksPushed(plan.epoch)
-                await deployment.push(self.kind.weights(plan), services.progress)
+                await deployment.push(await self.kind.weights(plan), services.progress)
                 services.report(
                     f"sent {format_bytes(deployment.sent_bytes)} of weights; devices forwarded "
                     f"{format_bytes(deployment.forwarded_bytes)}; chunks already on a device were not sent again"

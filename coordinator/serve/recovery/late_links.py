@@ -18,7 +18,9 @@ from coordinator.devices.registry import Device, connect_seconds
 from hearth.errors import HearthError, LinkLost
 from hearth.platform.asyncio_tools import cancel_all, loop_time
 
-_AGAIN_SECONDS = 1.0  # from a check without a finding to the next one, while the worker still waits
+_AGAIN_SECONDS = (
+    1.0  # from the start of a check without a finding to that of the next one, while the worker still waits
+)
 
 
 class LateLinks:
@@ -44,6 +46,7 @@ class LateLinks:
 
     async def _check(self, deployment: Deployment, waiting: str, late: str) -> None:
         while deployment.failure is None and self._waits_for(deployment, waiting, late):
+            began = loop_time()
             if await self._fleet.is_lost(late, partial(self._num_witnesses, deployment, late)):
                 return
             is_cut = await self._is_cut(waiting, late)
@@ -55,7 +58,7 @@ class LateLinks:
                 reason = "a step waits for it, and they cannot connect"
                 self._on_link_lost(deployment, LinkLost(device=names[0], peer=names[1], reason=reason))
                 return
-            await asyncio.sleep(_AGAIN_SECONDS)
+            await asyncio.sleep(began + _AGAIN_SECONDS - loop_time())
 
     async def _is_cut(self, waiting: str, late: str) -> bool:
         """Whether two devices cannot connect to each other, although both answer this coordinator at once."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -129,8 +128,7 @@ class Preparer:
     async def _find_parts(self, deployment: Deployment) -> None:
         """Find the parts of the ranks of workers that were taken over, which an earlier coordinator has pushed."""
         try:
-            async with self._kind.weights(deployment.plan) as weights:
-                deployment.parts = weights.parts
+            deployment.parts = (await self._kind.weights(deployment.plan)).parts
         except Exception as error:  # all chunks then count as spare
             log.info("the chunks of the plan are not known: %s", as_hearth_error(error).explanation())
 
@@ -161,7 +159,7 @@ class Preparer:
             self.sending = sending = Sending(each)
             try:
                 received = partial(self._note_received, sending)
-                await ahead.push(self._weights_ahead(plan, sending), received, self._wait_for_queue, room_bytes)
+                await ahead.push(await self._weights_ahead(plan, sending), received, self._wait_for_queue, room_bytes)
             except NoRoomAhead as error:
                 self._refuse(each, str(error))
                 continue
@@ -174,16 +172,15 @@ class Preparer:
             prepared = PreparedPlan(made_for, plan, ahead.parts, sending.spare_bytes)
             self.preparation = self.preparation.prepared(each, prepared)
 
-    @asynccontextmanager
-    async def _weights_ahead(self, plan: Plan, sending: Sending) -> AsyncIterator[Weights]:
+    async def _weights_ahead(self, plan: Plan, sending: Sending) -> Weights:
         """The weights of a plan that is made ahead; takes note of the bytes that it needs besides the deployed plan."""
         deployed = self._deployed.chunks if self._deployed is not None else {}
-        async with self._kind.weights(plan) as weights:
-            for device, chunks in zip(plan.devices, weights.chunks, strict=True):
-                loaded = frozenset(deployed.get(device.device_id, ()))
-                spare_bytes = sum({each.hash: each.num_bytes for each in chunks if each.hash not in loaded}.values())
-                sending.spare_bytes[device.device_id] = sending.missing_bytes[device.name] = spare_bytes
-            yield weights
+        weights = await self._kind.weights(plan)
+        for device, chunks in zip(plan.devices, weights.chunks, strict=True):
+            loaded = frozenset(deployed.get(device.device_id, ()))
+            spare_bytes = sum({each.hash: each.num_bytes for each in chunks if each.hash not in loaded}.values())
+            sending.spare_bytes[device.device_id] = sending.missing_bytes[device.name] = spare_bytes
+        return weights
 
     def _note_received(self, sending: Sending, device: str, received_bytes: int, needed_bytes: int) -> None:
         """`PushProgress`, of chunks that are sent ahead."""

@@ -107,7 +107,8 @@ class Replanner:
     async def push(self, plan: Plan, name: str) -> None:
         """Send the weights of the next plan of the deployment `name` to the devices. Raises as `Deployment.push` does."""
         try:
-            await self._kind.deployment(plan, name).push(self._kind.weights(plan), self._services.progress)
+            weights = await self._kind.weights(plan)
+            await self._kind.deployment(plan, name).push(weights, self._services.progress)
         except HearthError as error:
             self._services.fleet.record_fault(plan.devices, error)
             raise

@@ -138,9 +138,8 @@ def _about_copy(state_dir: Path, model: Path, spec: ModelSpec | None, folder: st
     if spec is None:
         return [origin]
     try:
-        with Checkpoint(model) as checkpoint:
-            manifest = manifest_path(checkpoint, spec, state_dir / "manifests")
-            return [*_file(f"{folder}/{_MANIFEST}", manifest), origin]
+        manifest = manifest_path(Checkpoint(model), spec, state_dir / "manifests")
+        return [*_file(f"{folder}/{_MANIFEST}", manifest), origin]
     except (OSError, HearthError) as error:
         log.warning("the manifest of %s cannot be sent to a standby: %s", model, error)
         return [origin]
@@ -261,8 +260,7 @@ class Replica:
         """Put the manifest where the copy of the checkpoint finds it: its weights cannot be hashed."""
         if not manifest.exists():
             return
-        with Checkpoint(copy) as checkpoint:
-            target = manifest_path(checkpoint, spec, self._state_dir / "manifests")
+        target = manifest_path(Checkpoint(copy), spec, self._state_dir / "manifests")
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(manifest, target)
 

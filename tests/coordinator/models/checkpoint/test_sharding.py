@@ -40,8 +40,8 @@ DECODER = ModelSpec(
 @pytest.mark.parametrize("num_files", [1, 3])
 def test_all_chunks_together_equal_the_model_bit_for_bit(family: str, num_files: int, tmp_path: Path) -> None:
     spec = read_spec(write_model(tmp_path, family, num_files=num_files))
-    with Checkpoint(tmp_path) as checkpoint:
-        found = reassembled(checkpoint, spec)
+    checkpoint = Checkpoint(tmp_path)
+    found = reassembled(checkpoint, spec)
     expected = canonical_tensors(family)
     assert set(found) == set(expected)
     for name, array in expected.items():
@@ -52,8 +52,8 @@ def test_chunk_names_depend_on_content_only(tmp_path: Path) -> None:
     refs = []
     for index, (prefix, num_files) in enumerate([("", 1), ("bert.", 3)]):
         directory = write_model(tmp_path / str(index), prefix=prefix, num_files=num_files)
-        with Checkpoint(directory) as checkpoint:
-            refs.append(build_manifest(checkpoint, read_spec(directory)))
+        checkpoint = Checkpoint(directory)
+        refs.append(build_manifest(checkpoint, read_spec(directory)))
     assert refs[0] == refs[1]
 
 
@@ -78,15 +78,15 @@ def test_chunk_names_are_stable(family: str, expected: str, tmp_path: Path) -> N
         for index, (name, array) in enumerate(canonical_tensors(family).items())
     }
     save_file(as_stored(family, ours), directory / "model.safetensors")
-    with Checkpoint(directory) as checkpoint:
-        refs = build_manifest(checkpoint, read_spec(directory))
+    checkpoint = Checkpoint(directory)
+    refs = build_manifest(checkpoint, read_spec(directory))
     assert hashlib.sha256("".join(ref.hash for ref in refs).encode()).hexdigest() == expected
 
 
 def test_half_precision_is_sliced_as_raw_bytes(tmp_path: Path) -> None:
     spec = read_spec(write_model(tmp_path, dtype=np.float16))
-    with Checkpoint(tmp_path) as checkpoint:
-        array = load(chunk_bytes(checkpoint, spec, "mlp", 1, 0))["down.weight"]
+    checkpoint = Checkpoint(tmp_path)
+    array = load(chunk_bytes(checkpoint, spec, "mlp", 1, 0))["down.weight"]
     assert array.dtype == np.float16
     assert np.array_equal(
         array, stored_tensors("bert", dtype=np.float16)["encoder.layer.1.output.dense.weight"][:, :64]
@@ -102,9 +102,9 @@ def test_bfloat16_is_sliced_without_torch(tmp_path: Path) -> None:
     tensors = {name: torch.from_numpy(array).to(torch.bfloat16) for name, array in stored_tensors("gpt2").items()}
     save_file(tensors, tmp_path / "model.safetensors")
     spec = read_spec(tmp_path)
-    with Checkpoint(tmp_path) as checkpoint:
-        words = load_torch(chunk_bytes(checkpoint, spec, "vocabulary", 0, 2))
-        attention = load_torch(chunk_bytes(checkpoint, spec, "qkv", 1, 2))
+    checkpoint = Checkpoint(tmp_path)
+    words = load_torch(chunk_bytes(checkpoint, spec, "vocabulary", 0, 2))
+    attention = load_torch(chunk_bytes(checkpoint, spec, "qkv", 1, 2))
     assert torch.equal(words["word.weight"], tensors["wte.weight"][2048:])
     assert torch.equal(attention["v.weight"], tensors["h.1.attn.c_attn.weight"][:, 64:].T)
 
@@ -114,22 +114,20 @@ def test_mixed_dtypes_are_named(family: str, tmp_path: Path) -> None:
     tensors = stored_tensors(family, dtype=np.float16)
     name = next(name for name in tensors if "norm" in name.lower())
     save_file({**tensors, name: tensors[name].astype(np.float32)}, write_model(tmp_path, family) / "model.safetensors")
-    with (
-        Checkpoint(tmp_path) as checkpoint,
-        pytest.raises(BadCheckpoint, match=f"{name} holds float32, others float16"),
-    ):
+    checkpoint = Checkpoint(tmp_path)
+    with pytest.raises(BadCheckpoint, match=f"{name} holds float32, others float16"):
         build_manifest(checkpoint, read_spec(tmp_path))
 
 
 def test_manifest_is_cached_until_a_file_changes(tmp_path: Path) -> None:
     directory, cache = write_model(tmp_path / "model", "llama"), tmp_path / "cache"
-    with Checkpoint(directory) as checkpoint:
-        spec = read_spec(directory)
-        first = cached_manifest(checkpoint, spec, cache)
-        (file,) = cache.iterdir()
-        assert cached_manifest(checkpoint, spec, cache) == first
-        file.write_text("damaged")
-        assert cached_manifest(checkpoint, spec, cache) == first
+    checkpoint = Checkpoint(directory)
+    spec = read_spec(directory)
+    first = cached_manifest(checkpoint, spec, cache)
+    (file,) = cache.iterdir()
+    assert cached_manifest(checkpoint, spec, cache) == first
+    file.write_text("damaged")
+    assert cached_manifest(checkpoint, spec, cache) == first
 
 
 def owner(shares: Sequence[int], item: int) -> int:
@@ -190,8 +188,8 @@ def test_decoder_head_is_separate_or_tied() -> None:
 @pytest.mark.parametrize("family", CONFIGS)
 def test_planners_know_the_size_of_each_chunk(family: str, tmp_path: Path) -> None:
     spec = read_spec(write_model(tmp_path, family))
-    with Checkpoint(tmp_path) as checkpoint:
-        for ref in build_manifest(checkpoint, spec):
-            content = chunk_bytes(checkpoint, spec, ref.kind, ref.layer, ref.grain)
-            assert num_chunk_bytes(spec, ref.kind, ref.grain) == ref.num_bytes == len(content)
-            assert num_chunk_weights(spec, ref.kind, ref.grain) == sum(array.size for array in load(content).values())
+    checkpoint = Checkpoint(tmp_path)
+    for ref in build_manifest(checkpoint, spec):
+        content = chunk_bytes(checkpoint, spec, ref.kind, ref.layer, ref.grain)
+        assert num_chunk_bytes(spec, ref.kind, ref.grain) == ref.num_bytes == len(content)
+        assert num_chunk_weights(spec, ref.kind, ref.grain) == sum(array.size for array in load(content).values())

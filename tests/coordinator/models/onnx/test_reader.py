@@ -64,6 +64,9 @@ def test_weights_stay_in_the_file(tmp_path: Path) -> None:
     assert model.file.proto.ByteSize() < 1000
     for name, expected in (("typed", np.arange(1 << 20)), ("w", numpy_helper.to_array(weight("w", 1 << 20, seed=1)))):
         np.testing.assert_array_equal(np.frombuffer(model.file.read(model.graph.constants[name]), np.float32), expected)
+    os.truncate(model.file.path, 1 << 20)
+    with pytest.raises(BadModelFile, match="cut short while it was read"):
+        model.file.read(model.graph.constants["w"])
 
 
 def test_fingerprint_covers_all_weights_and_dimensions(tmp_path: Path) -> None:

@@ -114,6 +114,25 @@ async def test_link_is_not_lost_if_it_works_one_way_or_a_device_does_not_answer_
     assert home.found == []
 
 
+async def test_check_that_took_its_time_without_a_finding_is_repeated_at_once(
+    home: Home, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    async def answer_late(_: Iterable[str]) -> bool:
+        nonlocal now
+        now += 1000.0
+        return now > 1000.0
+
+    monkeypatch.setattr(module, "connect_seconds", lambda *_: 0.02)
+    monkeypatch.setattr(module, "_AGAIN_SECONDS", 1000.0)
+    monkeypatch.setattr(module, "loop_time", lambda: now)
+    monkeypatch.setattr(home, "answer_at_once", answer_late)
+    home.cut = {("id2", "id1"), ("id1", "id2")}
+    home.waits("id2", 1)
+    await until("the finding", lambda: home.found, seconds=5)
+
+
 async def test_nothing_happens_while_device_and_link_are_well(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_AGAIN_SECONDS", 0.01)
 

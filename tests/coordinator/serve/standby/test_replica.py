@@ -40,8 +40,8 @@ def copied(
 
 
 async def chunk_hashes(directory: Path, plan: TransformerPlan, cache: Path, draft: Path | None = None) -> list[str]:
-    async with shard_weights(directory, plan, cache, draft_dir=draft) as weights:
-        return [chunk.hash for chunks in weights.chunks for chunk in chunks]
+    weights = await shard_weights(directory, plan, cache, draft_dir=draft)
+    return [chunk.hash for chunks in weights.chunks for chunk in chunks]
 
 
 async def test_standby_opens_and_plans_the_model_without_its_weights(tmp_path: Path) -> None:
@@ -64,9 +64,9 @@ async def test_standby_opens_and_plans_the_model_without_its_weights(tmp_path: P
     weights = next(copy.directory.glob("*.safetensors"))
     assert weights.stat().st_size == (tmp_path / "away" / weights.name).stat().st_size
 
-    async with shard_weights(copy.directory, plan, standby / "manifests") as opened:
-        with pytest.raises(BadCheckpoint, match="no device holds the chunk"):
-            opened.chunks[0][0].read()
+    opened = await shard_weights(copy.directory, plan, standby / "manifests")
+    with pytest.raises(BadCheckpoint, match="no device holds the chunk"):
+        opened.chunks[0][0].read()
 
 
 async def test_standby_has_the_draft_model_too(tmp_path: Path) -> None:
