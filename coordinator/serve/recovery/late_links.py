@@ -18,9 +18,7 @@ from coordinator.devices.registry import Device, connect_seconds
 from hearth.errors import HearthError, LinkLost
 from hearth.platform.asyncio_tools import cancel_all, loop_time
 
-_AGAIN_SECONDS = (
-    1.0  # from the start of a check without a finding to that of the next one, while the worker still waits
-)
+_AGAIN_SECONDS = 1.0  # least time between the starts of two checks, while the worker still waits
 
 
 class LateLinks:
