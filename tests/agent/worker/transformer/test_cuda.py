@@ -36,7 +36,7 @@ pytest.importorskip("transformers")
 from support.cuda_double import CUDA, gpu  # noqa: E402 (needs torch)
 from support.engines import EngineCluster, GenerationCluster, free_speculation  # noqa: E402
 from support.exactness import quantised_error  # noqa: E402
-from support.reference import greedy, hidden_states  # noqa: E402
+from support.reference import decoder, greedy, hidden_states  # noqa: E402
 from transformers import BertConfig  # noqa: E402
 
 from agent.worker.transformer.comm.staging import CudaStaging  # noqa: E402
@@ -242,6 +242,7 @@ def test_int4_kernels_multiply_the_same_quantised_values(shape: tuple[int, int])
 def test_models_with_quantised_weights_stay_close(weights: WeightFormat, tolerance: float, models: Any) -> None:
     model_dir, spec = models("llama")
     spec = spec.model_copy(update={"weights": weights})
+    decoder(model_dir)  # loaded outside: transformers uses "meta" tensors, which the double takes for its device
     with gpu(), EngineCluster(model_dir, generating_plan(spec, "hmp", (2, 1)), compute_device="cuda") as cluster:
         assert quantised_error(cluster, model_dir) < tolerance
 
