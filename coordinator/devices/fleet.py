@@ -440,8 +440,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
             try:
                 if self._lease_name is None:
                     await _ask(connection.client, wire.Hello(name=self.holder), wire.AgentWelcome)  # answered at once
-                    now = loop_time()
-                    self._replace(registry.after_round_trip(self.devices[device_id], now, now - asked))
+                    round_trip = connection.client.round_trip_seconds
+                    self._replace(registry.after_answer(self.devices[device_id], loop_time(), round_trip))
                 elif device.health == "busy":
                     if await self._acquire_lease(connection, device_id):
                         self._on_change(self.devices[device_id])
@@ -456,8 +456,8 @@ class Fleet(AbstractAsyncContextManager["Fleet"]):
                     self._leases.renewed(device_id, sent, connection.closed_since)
                     if state.boot_id != device.welcome.boot_id:
                         return  # the agent restarted between two heartbeats: say hello again
-                    now = loop_time()
-                    self._replace(registry.after_heartbeat(self.devices[device_id], state, now, now - sent))
+                    round_trip = connection.client.round_trip_seconds
+                    self._replace(registry.after_heartbeat(self.devices[device_id], state, loop_time(), round_trip))
             except errors.LeaseLost:
                 self._leases.lost(device_id)
                 if await self._acquire_lease(connection, device_id):

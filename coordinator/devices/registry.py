@@ -44,11 +44,9 @@ _WITNESSED_SECONDS = 0.35
 _CONNECT_FRACTION = 0.6
 _MIN_CONNECT_SECONDS = 0.6
 _MAX_CONNECT_SECONDS = 0.8
-# A device is on a radio or powerline link if even the fastest of its last heartbeats took longer than over any wire. Such
+# A device is on a radio or powerline link if even the shortest round trip of its connection is longer than over any wire. Such
 # links stall for up to 2 s while the link sends again or changes its rate, also after minutes without any sign of that, so such
 # a device gets the longest time from the start.
-_ROUND_TRIPS = 20  # answers: ten seconds of heartbeats, of which one at least meets an idle device
-_LEAST_ROUND_TRIPS = 5
 _LONGEST_RADIO_STALL_SECONDS = 2.0
 _SUSPECT_FRACTION = 0.6  # of that time, from which a device is suspect: longer than one interval
 
@@ -72,7 +70,7 @@ class Device:
     quarantine: Quarantine | None = None  # the last one, which may have ended
     silences: Silences = ()
     watched_since: float = -math.inf
-    round_trips: tuple[float, ...] = ()  # seconds of its last `_ROUND_TRIPS` heartbeats, or of a standby's questions
+    round_trip_seconds: float | None = None  # the shortest one of its connection in the last minutes
     # The workers that ran here when this coordinator took its lease, by deployment.
     taken_over: Mapping[str, RunningWorker] = field(default_factory=dict)
     disconnected_at: float | None = None  # when its connection broke; None once it has answered again
@@ -97,8 +95,8 @@ class Device:
 
     @property
     def is_on_radio(self) -> bool:
-        """Whether its link is a radio or powerline link, by its round trips; False while they are unknown."""
-        return len(self.round_trips) >= _LEAST_ROUND_TRIPS and min(self.round_trips) > WIRE_ROUND_TRIP_SECONDS
+        """Whether its link is a radio or powerline link, by its round trip; False while that is unknown."""
+        return self.round_trip_seconds is not None and self.round_trip_seconds > WIRE_ROUND_TRIP_SECONDS
 
     @property
     def budget_bytes(self) -> int:
@@ -148,15 +146,9 @@ def after_lease(device: Device, running: Sequence[RunningWorker]) -> Device:
     return replace(leased, state=AgentState(boot_id=device.welcome.boot_id, workers=ready))
 
 
-def after_heartbeat(device: Device, state: AgentState, now: float, round_trip_seconds: float) -> Device:
+def after_heartbeat(device: Device, state: AgentState, now: float, round_trip_seconds: float | None) -> Device:
     """The record after an answered heartbeat."""
-    return replace(after_round_trip(device, now, round_trip_seconds), state=state)
-
-
-def after_round_trip(device: Device, now: float, round_trip_seconds: float) -> Device:
-    """The record after an answer that a device gives at once: also without a lease, as a standby gets it."""
-    round_trips = (*device.round_trips, round_trip_seconds)[-_ROUND_TRIPS:]
-    return replace(after_answer(device, now), round_trips=round_trips)
+    return replace(after_answer(device, now, round_trip_seconds), state=state)
 
 
 def after_report(device: Device, state: AgentState) -> Device:
@@ -165,10 +157,13 @@ def after_report(device: Device, state: AgentState) -> Device:
     return replace(device, state=state) if same_run and device.health in ("alive", "suspect") else device
 
 
-def after_answer(device: Device, now: float) -> Device:
-    """The record after any answer: alive."""
-    silences = add_silence(device.silences, now, now - device.last_seen)
-    return replace(device, last_seen=now, health="alive", reason="", disconnected_at=None, silences=silences)
+def after_answer(device: Device, now: float, round_trip_seconds: float | None = None) -> Device:
+    """The record after any answer: alive. `round_trip_seconds`: the shortest one of its connection, None if unknown."""
+    return replace(
+        device, last_seen=now, health="alive", reason="", disconnected_at=None,
+        silences=add_silence(device.silences, now, now - device.last_seen),
+        round_trip_seconds=round_trip_seconds if round_trip_seconds is not None else device.round_trip_seconds,
+    )  # fmt: skip
 
 
 def silences_at_return(previous: Device | None, welcome: AgentWelcome, now: float) -> Silences:

@@ -9,8 +9,10 @@ import asyncio
 import errno
 import ipaddress
 import logging
+import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -27,6 +29,8 @@ _CONTAINER = re.compile(r"^(docker|br-|veth|virbr|vnet|cni|flannel|cali|podman|l
 _JETSON_USB = re.compile(r"^(l4tbr|usb|rndis)")
 # Tunnels: reachable, but slow and not the home network; used only if the user names them.
 _TUNNEL = re.compile(r"^(tun|tap|wg|tailscale|zt|ppp)")
+_MIN_RTT = slice(148, 152)  # of Linux's `struct tcp_info`: `tcpi_min_rtt`, in microseconds
+_NO_RTT = 0xFFFFFFFF
 
 
 class Interface(NamedTuple):
@@ -227,6 +231,20 @@ async def numeric_address(host: str) -> str:
     except (OSError, asyncio.TimeoutError):
         return host
     return str(min(found, key=lambda each: each[0] != socket.AF_INET)[4][0])
+
+
+def shortest_round_trip(descriptor: int) -> float | None:
+    """The shortest round trip of a TCP connection in the last five minutes, in seconds, by the kernel (`tcpi_min_rtt`).
+
+    None if it has measured none, or if this descriptor is no TCP connection (any more).
+    """
+    try:
+        with socket.socket(fileno=os.dup(descriptor)) as connection:
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _MIN_RTT.stop)
+    except OSError:
+        return None
+    microseconds = int.from_bytes(info[_MIN_RTT], sys.byteorder)
+    return microseconds / 1e6 if len(info) == _MIN_RTT.stop and microseconds != _NO_RTT else None
 
 
 async def refuses_connections(host: str, port: int, timeout_seconds: float) -> bool:

@@ -30,7 +30,7 @@ from hearth.protocol import (
     STANDBY_LEASE_SECONDS,
 )
 from hearth.wire import messages as wire
-from hearth.wire.rpc import Caller, Response
+from hearth.wire.rpc import Caller, Response, RpcClient
 
 AGENT, COORDINATOR = new_keypair(), new_keypair()
 
@@ -205,12 +205,20 @@ async def test_calls_to_a_silent_device_end_once_it_is_dead(agent: FakeAgent, fl
     await until("the device is back", fleet.usable)
 
 
-async def test_device_on_a_radio_link_is_known_without_its_lease_too(agent: FakeAgent) -> None:
-    agent.late_seconds = 0.005
-    async with agent.listening() as port, fleet_of(port, lease_name=None) as fleet:
-        await until(
-            "its round trips are known", lambda: "a" in fleet.devices and fleet.devices["a"].is_on_radio, seconds=10
-        )
+@pytest.mark.parametrize("lease_name", [None, "test"])
+async def test_round_trip_of_the_link_decides_whether_it_is_radio_and_not_how_late_the_agent_answers(
+    agent: FakeAgent, lease_name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent.late_seconds = 0.05
+    async with agent.listening() as port, fleet_of(port, lease_name=lease_name) as fleet:
+
+        def round_trip() -> float | None:
+            return fleet.devices["a"].round_trip_seconds if "a" in fleet.devices else None
+
+        await until("its round trip is known", lambda: round_trip() is not None)
+        assert not fleet.devices["a"].is_on_radio
+        monkeypatch.setattr(RpcClient, "round_trip_seconds", 0.005)
+        await until("a longer one is known", lambda: fleet.devices["a"].is_on_radio)
         assert registry.dead_seconds(fleet.devices["a"], loop_time()) == MAX_DEAD_SECONDS
 
 

@@ -145,3 +145,17 @@ async def test_addresses_stay_and_names_get_one_of_ipv4_if_there_is_one(monkeypa
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert await numeric_address("kitchen.local") == "kitchen.local"
+
+
+def test_shortest_round_trip_is_that_of_the_tcp_connection_alone(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        accepted, _ = server.accept()
+        with accepted:
+            found = network.shortest_round_trip(client.fileno())
+        assert found is not None
+        assert 0 < found < 1
+        assert client.send(b"it is still open") > 0
+        descriptor = client.fileno()
+    assert network.shortest_round_trip(descriptor) is None
+    with (tmp_path / "file").open("w") as file:
+        assert network.shortest_round_trip(file.fileno()) is None
