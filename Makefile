@@ -64,7 +64,7 @@ $(HOME_ASSISTANT)/installed: tests/clients/environments/home_assistant.txt tests
 	@.venv-clients/$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
 
-# 100,000 homes on a virtual clock, with random faults, on all cores: an hour or two. `make test` runs the first 250, `.ci/run`
+# 100,000 homes on a virtual clock, with random faults, on all cores: an hour or two. `make test` runs the first 100, `.ci/run`
 # 2,000.
 .PHONY: simulate
 simulate: .venv/installed

@@ -46,6 +46,7 @@ def running_home(profiles: MeasuredProfiles, tmp_path_factory: pytest.TempPathFa
         yield running_home
 
 
+@pytest.mark.thorough
 def test_coordinator_killed_during_an_answer_changes_no_token(running_home: TestHome) -> None:
     # A greedy answer repeats itself: with more guesses it would end before the coordinator does.
     count, options = 280, ("--context", str(CONTEXT), "--speculate", "2")
@@ -71,6 +72,7 @@ def test_coordinator_killed_during_an_answer_changes_no_token(running_home: Test
             assert [int(each) >= len(PROMPT) + 9 for each in rows] == [True, True]
 
 
+@pytest.mark.thorough
 def test_killed_client_frees_its_requests(running_home: TestHome) -> None:
     with (
         running_home.serving("a", "--strategy", "local", "--context", "8000") as home,
@@ -186,6 +188,7 @@ def test_answers_with_a_draft_are_those_without_it(
         assert home.status().failed_requests == 0
 
 
+@pytest.mark.thorough
 def test_draft_of_another_vocabulary_is_refused(running_home: TestHome, guessed_dir: Path, tmp_path: Path) -> None:
     other = save_random_model(tmp_path / "other", endless_decoder(vocab_size=2000, num_hidden_layers=1), generates=True)
     running_home.start_coordinator(*OPTIONS, "--draft", str(other), model=guessed_dir)

@@ -253,6 +253,7 @@ def test_device_loss_fails_no_request(home: TestHome, client: Home, segmented: P
     assert_as_onnxruntime(client.infer(image(3)), segmented, image(3))
 
 
+@pytest.mark.thorough
 def test_graph_is_served_again_after_a_power_cut(home: TestHome, segmented: Path) -> None:
     names = [name for name in "abc" if home.runs(name)]
     home.stop("coordinator", 60.0)

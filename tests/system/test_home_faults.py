@@ -173,6 +173,7 @@ def test_missing_bytes_are_reported_if_the_model_does_not_fit(home: TestHome, sm
             client.hidden_states([1, 2, 3], timeout_seconds=1.0)
 
 
+@pytest.mark.thorough
 def test_full_store_is_reported_and_static_addresses_replace_multicast(
     home: TestHome, small_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -299,7 +299,9 @@ def test_gateway_on_the_network_is_found_over_mdns_with_the_fingerprint_of_the_h
         home.stop("on the network")
 
 
-@pytest.mark.parametrize("by_serve", [False, True], ids=["gateway", "serve"])
+@pytest.mark.parametrize(
+    "by_serve", [pytest.param(False, id="gateway"), pytest.param(True, id="serve", marks=pytest.mark.thorough)]
+)
 def test_self_made_certificate_is_accepted_by_a_client_that_trusts_its_authority(
     by_serve: bool, home: TestHome, token: str, tmp_path: Path
 ) -> None:

@@ -28,6 +28,7 @@ SCENARIO = Scenario(
 )
 
 
+@pytest.mark.thorough
 def test_home_in_namespaces_discovers_devices_serves_and_traces(profiles: MeasuredProfiles, tmp_path: Path) -> None:
     if reason := what_is_missing():
         pytest.skip(reason)

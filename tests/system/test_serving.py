@@ -219,6 +219,7 @@ def test_one_model_is_stopped_and_started_under_load_of_the_others(home: TestHom
         detector(client)
 
 
+@pytest.mark.thorough
 def test_coordinator_that_starts_again_serves_all_models(home: TestHome, models: dict[str, Path]) -> None:
     home.kill("coordinator")
     home.start_coordinator(model=False)

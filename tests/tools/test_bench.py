@@ -576,10 +576,11 @@ def runners_started(process: subprocess.Popen[str]) -> bool:
     return any("tools.bench.runner" in line for line in alive_in_group(process.pid))
 
 
+LAST_MOMENT = "while devices talk"
 MOMENTS: dict[str, Callable[[subprocess.Popen[str]], bool]] = {
     "while the testbed is put up": lambda process: slot_of(process) is not None,
     "while the runners start": runners_started,
-    "while devices talk": connected,
+    LAST_MOMENT: connected,
 }
 
 
@@ -646,7 +647,11 @@ def test_model_other_than_a_decoder_is_rejected(files: Path) -> None:
 
 @pytest.mark.namespaces
 @pytest.mark.parametrize(
-    ("moment", "to_all"), [(moment, moment != "while devices talk") for moment in MOMENTS], ids=str
+    ("moment", "to_all"),
+    [
+        pytest.param(each, each != LAST_MOMENT, marks=pytest.mark.thorough if each == LAST_MOMENT else [], id=each)
+        for each in MOMENTS
+    ],
 )
 def test_ctrl_c_cleans_up(files: Path, moment: str, to_all: bool) -> None:
     process = start(files, rounds=10000, strategies=["local", "hmp", *(["gloo-tp"] if to_all else [])])

@@ -28,6 +28,7 @@ _SECONDS, _MEMORY_BYTES = 10.0, 512 << 20  # of processor time, and resident bey
 _OWN_ERRORS = {"BadCheckpoint", "BadModelFile", "UnsupportedArchitecture", "UnsupportedOperator"}
 
 
+@pytest.mark.thorough
 def test_hostile_folders_are_errors_of_ours_in_time_and_memory(tmp_path: Path) -> None:
     """One test for all: it takes most of its time to start the process that opens them."""
     wrong = {name: why for name, found in open_all(tmp_path, list(CORPUS)).items() if (why := what_is_wrong(found))}

@@ -107,6 +107,7 @@ def test_policy_learns_the_optimum() -> None:
     assert trained.greedy.makespan == trained.best.makespan == 4.0
 
 
+@pytest.mark.thorough
 def test_policy_learns_to_stay_within_memory() -> None:
     # The second device is three times as fast, but holds two of the four operators.
     seconds, budget_bytes = [(3.0, 1.0)] * 4, (4 * GB, 2 * GB)

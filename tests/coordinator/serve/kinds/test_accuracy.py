@@ -202,6 +202,7 @@ def test_step_in_another_format_equals_a_plan_in_that_format(strategy: Any, lz4:
             assert np.array_equal(run(cluster, step, values), expected[values or "bf16"]), values
 
 
+@pytest.mark.thorough
 def test_calibrated_error_holds_on_real_sentences() -> None:
     """A trained model, calibrated on random tokens: errors on real inputs are within the safety factor."""
     pytest.importorskip("torch", reason="torch has no wheel for this Python here")

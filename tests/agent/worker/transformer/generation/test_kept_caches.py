@@ -129,7 +129,12 @@ CHANGES: list[tuple[Strategy, tuple[float, ...], int | None, Strategy, tuple[flo
 @pytest.mark.parametrize(
     ("before", "split", "lost", "after", "next_split", "sampling"),
     [
-        *(pytest.param(*change, SAMPLED, id=f"{change}-sampled") for change in CHANGES),
+        *(
+            pytest.param(
+                *change, SAMPLED, id=f"{change}-sampled", marks=[] if number in (0, 4) else pytest.mark.thorough
+            )
+            for number, change in enumerate(CHANGES)
+        ),
         *(
             pytest.param(*change, GREEDY, id=f"{change}-greedy", marks=[] if number in (0, 4) else pytest.mark.slow)
             for number, change in enumerate(CHANGES)
