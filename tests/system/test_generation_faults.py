@@ -225,6 +225,7 @@ def test_device_lost_during_an_answer_changes_no_token(running_home: TestHome) -
         assert [answer.token_ids for answer in answers] == expected
 
 
+@pytest.mark.thorough
 def test_worker_killed_during_an_answer_changes_no_token(running_home: TestHome) -> None:
     """The worker of one of three stages dies, and starts again in the same plan."""
     count, victim = 80, "a"

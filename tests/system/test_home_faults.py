@@ -162,6 +162,7 @@ def small_model(home: TestHome) -> Path:
     return save_random_model(home.folder / "small", small_bert())
 
 
+@pytest.mark.thorough
 def test_missing_bytes_are_reported_if_the_model_does_not_fit(home: TestHome, small_model: Path) -> None:
     home.have_agents("")
     home.start_agent("small", "--memory-bytes", "100MiB")

@@ -156,6 +156,7 @@ def test_cut_link_blocks_traffic_but_keeps_connections(pair: Testbed) -> None:
     assert not link_of(pair, "two")[1]
 
 
+@pytest.mark.thorough
 def test_stations_share_their_medium_and_its_delay(tmp_path: Path) -> None:
     """Between stations everything crosses the air twice; to a wired device once. Each crossing takes 5 ms."""
     names = {"one": "wifi", "two": "wifi", "wired": None}
@@ -188,6 +189,7 @@ def test_link_rates_scale_with_device_speed(tmp_path: Path, monkeypatch: pytest.
         assert link_of(testbed, "one")[0] == pytest.approx(40, rel=1e-4)
 
 
+@pytest.mark.thorough
 def test_device_speed_is_measured(tmp_path: Path) -> None:
     """Under the CPU quota: with 0.9 of a core each, so that it takes little longer than on whole cores."""
     pytest.importorskip("torch")

@@ -29,6 +29,7 @@ def row(method: str, makespan: float, **fields: Any) -> DopplerRow:
     return DopplerRow.model_validate({"method": method, "makespan": makespan, **fields})
 
 
+@pytest.mark.thorough
 def test_every_method_finds_a_plan_and_no_list_is_better_than_the_planners(tmp_path: Path) -> None:
     experiment = doppler()
     rows = list(experiment.measure(Context(tmp_path, lambda step: None)))

@@ -199,6 +199,7 @@ def test_two_models_that_plan_again_by_turns_come_to_rest() -> None:
 
 @settings(max_examples=15)
 @given(st.floats(0.1, 0.9), st.lists(st.floats(-0.2, 0.2), min_size=8, max_size=8))
+@pytest.mark.thorough
 def test_drifting_traffic_of_a_neighbour_changes_a_plan_at_most_once(share: float, drift: list[float]) -> None:
     """Traffic that goes up and down by a fifth, around any mean, makes no plan change to and fro.
 
