@@ -20,8 +20,9 @@ MODEL := .models/minilm
 # Two runs: nearly all tests, and alone what measures this machine. Homes of real processes and emulated networks come first,
 # each file of them as a group (`tests/conftest.py`): they wait for timers, so half as many tests run at once again as there are
 # cores, and pure tests fill the rest. Of the second run only files with its tests are named, because pytest would import all
-# others, too. Slow tests run only with `make test-slow`.
-AT_ONCE = $$(($$(nproc) * 3 / 2))
+# others, too. Slow tests run only with `make test-slow`. A test that kills its process ends the run: with another process in its
+# place, pytest-xdist 3.8 may wait for ever.
+AT_ONCE = -n $$(($$(nproc) * 3 / 2)) --max-worker-restart 0
 PURE := "not processes and not namespaces and not slow"
 ALONE = $(shell grep -rl --include='test_*.py' 'mark\.alone' tests)
 
@@ -31,7 +32,7 @@ demo: .venv/installed $(MODEL)/config.json
 	@.venv/bin/hearth demo --model $(MODEL) $(DEMO_OPTIONS)
 
 test: .venv/installed $(MODEL)/config.json
-	@.venv/bin/python -m pytest -n $(AT_ONCE) --dist loadscope --no-loadscope-reorder --durations 30 -m "not slow and not alone"
+	@.venv/bin/python -m pytest $(AT_ONCE) --dist loadscope --no-loadscope-reorder --durations 30 -m "not slow and not alone"
 	@.venv/bin/python -m pytest -m alone $(ALONE)
 
 # Models at published widths: minutes for each of them, 6 GB of memory and as much of disk in TMPDIR. The soak
@@ -81,7 +82,7 @@ $(OTHER_PYTHONS): test-3.%:
 	  $$p -c pass 2>/dev/null && { echo $$p; break; }; done); \
 	if [ -z "$$python" ]; then echo "python3.$* is not installed here: it was not tested"; exit 0; fi; \
 	$(MAKE) --no-print-directory .venv-3.$*/installed OTHER_PYTHON=$$python && \
-	.venv-3.$*/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
+	.venv-3.$*/bin/python -m pytest $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
 	  --ignore tests/tools --ignore tests/simulation \
 	  --deselect tests/golden/test_golden.py::test_plans_equal_the_golden_files
 
@@ -89,11 +90,11 @@ $(OTHER_PYTHONS): test-3.%:
 # And NumPy 1 with the newest of everything else. Golden plans and what is packed are of the pinned versions.
 .PHONY: test-lowest test-numpy1
 test-lowest: .venv-lowest/installed
-	@.venv-lowest/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
+	@.venv-lowest/bin/python -m pytest $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
 	  --ignore tests/tools --ignore tests/simulation --ignore tests/golden --ignore tests/test_packaging.py
 
 test-numpy1: .venv-numpy1/installed
-	@.venv-numpy1/bin/python -m pytest -n $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
+	@.venv-numpy1/bin/python -m pytest $(AT_ONCE) --dist worksteal --hypothesis-profile few -m $(PURE) \
 	  --ignore tests/tools --ignore tests/simulation --ignore tests/golden --ignore tests/test_packaging.py
 
 # Debian's package, signed with the key that DEB_KEY names to gpg; and Hearth as it is installed: under a real systemd, and on ARM.
