@@ -21,6 +21,7 @@ those for int4, which check what torch's check.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 import weakref
@@ -209,6 +210,7 @@ class CudaDouble:
         self._patches = ExitStack()
 
     def __enter__(self) -> CudaDouble:
+        _make_operators()
         replaced: dict[str, Any] = {
             "_lazy_init": lambda: None,
             "is_available": lambda: True,
@@ -414,6 +416,19 @@ class CudaDouble:
         if host is into:
             self._wait_for_stream()
         return into
+
+
+@functools.cache
+def _make_operators() -> None:
+    """Make Python's objects of all operators.
+
+    torch makes each at its first dispatch and keeps it without a reference (2.13, `getTorchApiFunction`). When two threads do so at
+    once, the second object replaces the first, which is freed, and the process dies.
+    """
+    for schema in torch._C._jit_get_all_schemas():
+        namespace, name = schema.name.split("::")
+        packet = getattr(getattr(torch.ops, namespace), name, None)
+        getattr(packet, schema.overload_name or "default", None)
 
 
 class _Operations(TorchDispatchMode):
