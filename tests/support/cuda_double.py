@@ -422,8 +422,8 @@ class CudaDouble:
 def _make_operators() -> None:
     """Make Python's objects of all operators.
 
-    torch makes each at its first dispatch and keeps it without a reference (2.13, `getTorchApiFunction`). When two threads do so at
-    once, the second object replaces the first, which is freed, and the process dies.
+    torch makes each at its first dispatch and keeps it without a reference (2.13, `getTorchApiFunction`). When two threads
+    do so at once, the second object replaces the first, which is freed, and the process dies.
     """
     for schema in torch._C._jit_get_all_schemas():
         namespace, name = schema.name.split("::")
