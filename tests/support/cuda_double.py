@@ -21,12 +21,12 @@ those for int4, which check what torch's check.
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
@@ -418,7 +418,7 @@ class CudaDouble:
         return into
 
 
-@functools.cache
+@cache
 def _make_operators() -> None:
     """Make Python's objects of all operators.
 
