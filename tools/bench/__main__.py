@@ -113,7 +113,7 @@ def run(
 @app.command()
 @handles_errors
 def report() -> None:
-    """Make the pages from the result files, one for each module, and tell how many commits ago each was measured.
+    """Make the pages that `experiments.toml` names from the result files, and tell how many commits ago each was measured.
 
     Exits with 1 if a result has no raw rows, is of an older version, or of a commit that the repository does not have.
     """
