@@ -18,6 +18,7 @@ from coordinator.devices.fleet import Fleet, ask_with_listener
 from hearth.errors import HearthError
 from hearth.platform.asyncio_tools import all_or_first_error, cancel_all, loop_time
 from hearth.platform.disk import FILE_SECONDS, on_disk
+from hearth.platform.machine import give_back_freed_buffers
 from hearth.platform.units import format_bytes
 from hearth.protocol import FETCH_SECONDS
 from hearth.wire.messages import ChunksFetched, ChunksMissing, FetchChunks, FindMissing, PutChunk
@@ -88,7 +89,10 @@ class Distribution:
         self._scheduler = ChunkScheduler(lacking, held)
         targets = [device for device, chunks in lacking.items() if chunks]
         pairs = [(source, target) for source, target in product({*held, *targets}, targets) if source != target]
-        await all_or_first_error([*map(self._send_to, targets), *starmap(self._forward, pairs)])
+        try:
+            await all_or_first_error([*map(self._send_to, targets), *starmap(self._forward, pairs)])
+        finally:
+            give_back_freed_buffers()  # of the chunks that were read and sent
 
     def _check_room(self, device: str) -> None:
         """Raise NoRoomAhead if a device would have to store more than it may."""

@@ -31,6 +31,7 @@ import agent.daemon.links
 import agent.daemon.main
 import agent.daemon.store
 import agent.daemon.supervisor
+import coordinator.deploy.distribution
 import coordinator.devices.connections
 import coordinator.serve.deployments
 import coordinator.serve.kinds.transformer
@@ -268,6 +269,7 @@ def _replacements(random: Random) -> list[tuple[Any, str, Any]]:
         (coordinator.serve.roles, "client_port", _client_port),
         (main, "load_credential", _load_credential),
         (agent.daemon.daemon, "give_back_freed_buffers", lambda: None),
+        (coordinator.deploy.distribution, "give_back_freed_buffers", lambda: None),
         (main, "load_identity", _load_identity),
         (main, "GpuReader", _Gpu),
         (main, "TelemetryReader", _Telemetry),
