@@ -1,15 +1,17 @@
 """Scheduling on rank 0: continuous batching within the KV cache's capacity. Pure: no torch, clock or sockets.
 
 Sequences are admitted once the paged KV cache has room for the prompt: those of one caller in order of arrival, and of several
-callers that of the one with the fewest running sequences (max-min fairness). The prompt is then prefilled, in chunks if it is
-long, without the full blocks that the prefix cache has of it, and callers take turns; prefill and decoding steps alternate, so
-that running answers continue. A sequence takes further blocks as it grows. If there are none, or if a caller with fewer
-sequences waits for room, the newest one of the caller with the most is preempted: its blocks are freed, and once there is room
-it is computed again, with the tokens that it has generated.
+callers that of the one with the smallest share. A caller's share is that of the running sequences or of the KV cache, whichever
+is larger (dominant resource fairness: Ghodsi et al., NSDI 2011). The prompt is then prefilled, in chunks if it is long, without
+the full blocks that the prefix cache has of it, and callers take turns; prefill and decoding steps alternate, so that running
+answers continue. A sequence takes further blocks as it grows. If there are none, or if a sequence waits for room with which its
+caller's share would still be smaller, the newest sequence of the caller with the largest is preempted, of heavy callers (below)
+first: its blocks are freed, and it waits for room again. Then it is computed once more, with the tokens that it has generated,
+but for what the prefix cache has.
 
 A caller with more than twice as many sequences as another one is heavy. While there are lighter ones, also such as have just
-got their answers, heavy callers get an eighth of the time that these take: their rows are left out of orders while they have
-had more, and their prompts are prefilled in small chunks, since a lighter caller may wait for each.
+got their answers, heavy callers get an eighth of the time that these take: while they have had more, orders have rows of theirs
+only if no lighter caller has any. Their prompts are prefilled in small chunks, since a lighter caller may wait for each.
 
 A decoding step may verify guesses of a sequence's next tokens (`speculation`): they are further rows of the step. Nothing is
 preempted for them, and they take no block that another sequence could need soon.
@@ -20,8 +22,8 @@ out. To keep several stages of a pipeline busy, decoding sequences are divided i
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Container, Iterable, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -264,27 +266,39 @@ class Scheduler:
         free, so that these can grow for a while before the new one must be preempted.
         """
         while (admitted := self._start(sequence)) is None:
-            num_running, victim = self._num_running_of_callers(), self._victim()
-            if victim is None or num_running[victim.request.caller] <= num_running[sequence.request.caller] + 1:
+            shares, victim = self._shares_with(sequence), self._victim()
+            if victim is None or shares[victim.request.caller] <= shares[sequence.request.caller]:
                 return None
             self._preempt(victim)
         return admitted
 
-    def _next_waiting(self) -> SequenceState | None:
-        """The sequence that is admitted next: the first one of the caller with the fewest running ones."""
-        if not self._waiting:
-            return None
-        num_running = self._num_running_of_callers()
-        return min(self._waiting, key=lambda each: num_running[each.request.caller])
+    def _next_waiting(self, left_out: Container[str]) -> SequenceState | None:
+        """The sequence that is admitted next: the first one of the caller with the smallest share, but none `left_out`."""
+        shares = self._shares_with()
+        waiting = (each for each in self._waiting if each.request.caller not in left_out)
+        return min(waiting, key=lambda each: shares[each.request.caller], default=None)
 
     def _victim(self) -> SequenceState | None:
-        """The running sequence to preempt: the newest of the caller with the most, except those that are in this order."""
-        num_running = self._num_running_of_callers()
+        """The running sequence to preempt, except those that are in this order."""
         others = (each for each in self.running.values() if each.last_order < self._num_orders)
-        return max(others, key=lambda each: (num_running[each.request.caller], each.cache), default=None)
+        return max(others, key=self._preemption_order(), default=None)
 
-    def _num_running_of_callers(self) -> Counter[str]:
-        return Counter(each.request.caller for each in self.running.values())
+    def _preemption_order(self) -> Callable[[SequenceState], tuple[bool, float, int]]:
+        """A key by which the sequence to preempt is the largest: of a heavy caller, of the largest share, the newest."""
+        shares = self._shares_with()
+        return lambda each: (each.request.caller in self._heavy, shares[each.request.caller], each.cache)
+
+    def _shares_with(self, *further: SequenceState) -> defaultdict[str, float]:
+        """Each caller's share of the running sequences or of the KV cache, whichever is larger, as if `further` ran too."""
+        num_running, num_blocks = Counter[str](), Counter[str]()
+        for each in (*self.running.values(), *further):
+            num_running[each.request.caller] += 1
+            num_blocks[each.request.caller] += len(each.blocks) or num_blocks_for(len(each.pending))
+        limits = self._limits
+        shares = defaultdict[str, float](float)
+        for caller, count in num_running.items():
+            shares[caller] = max(count / limits.max_sequences, num_blocks[caller] / limits.num_kv_blocks)
+        return shares
 
     def _start(self, sequence: SequenceState) -> wire.NewSequence | None:
         """Start a waiting sequence if there is room for it."""
@@ -407,8 +421,7 @@ class Scheduler:
         num_decoding = sum(sequence.prefilled for sequence in self.running.values())
         group = sorted(sequences, key=lambda each: each.last_order)[: -(-num_decoding // self._num_groups)]
         if len(group) > 1:  # the last to be preempted first: one whose rows are in the order stays
-            num_running = self._num_running_of_callers()
-            group.sort(key=lambda each: (num_running[each.request.caller], each.cache))
+            group.sort(key=self._preemption_order())
         rows = []
         for sequence, drafts in zip(group, self._drafts(group), strict=True):
             if sequence.cache and (blocks := self._grow(sequence, 1 + len(drafts))) is not None:
@@ -443,9 +456,9 @@ class Scheduler:
         while True:
             others = (each for each in self.running.values() if each.last_order < self._num_orders)
             candidates = [each for each in others if each.pending and not each.prefilled]
-            if not is_full and (waiting := self._next_waiting()) is not None:
-                candidates.append(waiting)
             candidates = [each for each in candidates if each.request.caller not in left_out]
+            if not is_full and (waiting := self._next_waiting(left_out)) is not None:
+                candidates.append(waiting)
             following = min(candidates, key=lambda each: self._prefilled_in[each.request.caller], default=None)
             if following is None:
                 break

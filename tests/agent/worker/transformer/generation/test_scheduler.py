@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -20,8 +21,8 @@ from hearth.plan.transformer import KV_BLOCK_TOKENS, GenerationLimits
 from hearth.wire.messages import GenerateTokens, KeptPrefixes, SequenceRows, StepOrder, split_keys
 
 
-def sequence(number: int, prompt: int, max_tokens: int, caller: str = "") -> SequenceState:
-    request = GenerateTokens(holder="test", epoch=1, max_tokens=max_tokens, caller=caller)
+def sequence(number: int, prompt: int, max_tokens: int, caller: str = "", scope: str = "") -> SequenceState:
+    request = GenerateTokens(holder="test", epoch=1, max_tokens=max_tokens, caller=caller, prefix_scope=scope)
     return SequenceState(number, request, [10 + i for i in range(prompt)], prompt)
 
 
@@ -347,6 +348,26 @@ def test_caller_that_fills_the_batch_gives_up_to_another_at_once(limits: Generat
         scheduler.add(sequence(number, 4, 100, "other"))
         execute_order(scheduler, scheduler.next_order())
     assert (running_of(scheduler, "greedy"), running_of(scheduler, "other")) == ([0, 1, 2, 3], [20, 21, 22, 23])
+
+
+def test_long_prompts_in_most_of_the_cache_give_up_to_short_ones_and_go_on() -> None:
+    scheduler = Scheduler(GenerationLimits(kv_tokens=32 * KV_BLOCK_TOKENS, max_sequences=4, prefill_rows=64))
+    numbers = itertools.count()
+    num_together = num_rows = num_ended = 0
+    for _ in range(2000):
+        for caller, count, prompt in (("short", 2, 30), ("long", 8, 400)):
+            present = sum(each.request.caller == caller for each in (*scheduler.running.values(), *scheduler._waiting))
+            for number in itertools.islice(numbers, count - present):
+                scheduler.add(sequence(number, prompt, 10, caller, scope=str(number)))
+        order = scheduler.next_order()
+        num_together += len(running_of(scheduler, "short")) == 2
+        of_long = [rows for rows in order.rows if scheduler.with_cache(rows.sequence).request.caller == "long"]
+        num_rows += sum(len(rows.token_ids) for rows in of_long)
+        num_ended += sum(len(scheduler.with_cache(rows.sequence).generated) == 9 for rows in of_long)
+        execute_order(scheduler, order)
+        scheduler.took(1e-3 * (1 + sum(len(rows.token_ids) for rows in order.rows)))
+    assert num_together > 0.8 * 2000
+    assert num_rows < 2 * 400 * num_ended
 
 
 def run_for(scheduler: Scheduler, num_orders: int) -> tuple[float, Counter[str], int]:
