@@ -36,7 +36,9 @@ from hearth.wire import messages as wire
 
 _HEAVY = 2  # times the sequences of another caller make one heavy
 _HEAVY_SHARE = 0.125  # of the time of lighter callers, for the heavy ones
-_HEAVY_CHUNK_ROWS = 64  # of their prompts in one step: enough for matrix products to be efficient
+# Of their prompts in one step: enough for matrix products to be efficient. A block, while they have had more than their share:
+# the step then takes little longer than to read the weights.
+_HEAVY_CHUNK_ROWS = 64
 # For which a caller counts that has no sequence any more: an app asks again soon, or not at all.
 _EXPECTED_SECONDS = 1.0
 
@@ -450,7 +452,8 @@ class Scheduler:
     def _prefill_rows(self, left_out: Container[str]) -> tuple[wire.SequenceRows, ...]:
         """The next rows of prompts: of the caller that has waited longest, of running sequences before those it admits."""
         room = self._limits.prefill_rows
-        heavy_room = room if self._whole_prompts else min(room, _HEAVY_CHUNK_ROWS)
+        chunk_rows = KV_BLOCK_TOKENS if self._owed_seconds > 0 else _HEAVY_CHUNK_ROWS
+        heavy_room = room if self._whole_prompts else min(room, chunk_rows)
         chunks: list[wire.SequenceRows] = []
         is_full = False  # whether the next waiting sequence has no room
         while True:
