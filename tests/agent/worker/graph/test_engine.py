@@ -161,6 +161,7 @@ def test_requests_are_pipelined() -> None:
         for step in range(4):
             cluster.start(step, {"x": np.full(4, step, np.float32)})
         wait_for("the stages before it", lambda: len(stages[1].fed) == 4)
+        wait_for("the last stage", lambda: bool(stages[2].fed))
         assert len(stages[0].fed) == 4
         assert len(stages[2].fed) == 1
         stages[2].gate.set()
