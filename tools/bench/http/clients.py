@@ -10,6 +10,7 @@ import json
 import ssl
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -128,9 +129,8 @@ class HttpClients(HomeClients):
     async def _chat(self, token: str, body: dict[str, Any]) -> _Chat:
         """A chat over a connection of its own."""
         streams = await asyncio.open_connection(HOST, PORT, ssl=self.tls)
-        chat = await _chat(streams, token, body)
-        streams[1].close()
-        return chat
+        with closing(streams[1]):
+            return await _chat(streams, token, body)
 
     async def _library(self, token: str) -> AsyncHome:
         """A connection of the client library as the app of this token."""
