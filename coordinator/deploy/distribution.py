@@ -88,6 +88,8 @@ class Distribution:
             self._report_progress(device)
         self._scheduler = ChunkScheduler(lacking, held)
         targets = [device for device, chunks in lacking.items() if chunks]
+        if not targets:
+            return
         pairs = [(source, target) for source, target in product({*held, *targets}, targets) if source != target]
         try:
             await all_or_first_error([*map(self._send_to, targets), *starmap(self._forward, pairs)])

@@ -36,9 +36,7 @@ from hearth.wire import messages as wire
 
 _HEAVY = 2  # times the sequences of another caller make one heavy
 _HEAVY_SHARE = 0.125  # of the time of lighter callers, for the heavy ones
-# Of their prompts in one step: enough for matrix products to be efficient. A block, while they have had more than their share:
-# the step then takes little longer than to read the weights.
-_HEAVY_CHUNK_ROWS = 64
+_HEAVY_CHUNK_ROWS = 64  # of their prompts in one step: enough for matrix products to be efficient
 # For which a caller counts that has no sequence any more: an app asks again soon, or not at all.
 _EXPECTED_SECONDS = 1.0
 
@@ -276,9 +274,11 @@ class Scheduler:
 
     def _next_waiting(self, left_out: Container[str]) -> SequenceState | None:
         """The sequence that is admitted next: the first one of the caller with the smallest share, but none `left_out`."""
+        waiting = [each for each in self._waiting if each.request.caller not in left_out]
+        if not waiting:
+            return None
         shares = self._shares_with()
-        waiting = (each for each in self._waiting if each.request.caller not in left_out)
-        return min(waiting, key=lambda each: shares[each.request.caller], default=None)
+        return min(waiting, key=lambda each: shares[each.request.caller])
 
     def _victim(self) -> SequenceState | None:
         """The running sequence to preempt, except those that are in this order."""
@@ -291,15 +291,21 @@ class Scheduler:
         return lambda each: (each.request.caller in self._heavy, shares[each.request.caller], each.cache)
 
     def _shares_with(self, *further: SequenceState) -> defaultdict[str, float]:
-        """Each caller's share of the running sequences or of the KV cache, whichever is larger, as if `further` ran too."""
-        num_running, num_blocks = Counter[str](), Counter[str]()
-        for each in (*self.running.values(), *further):
-            num_running[each.request.caller] += 1
-            num_blocks[each.request.caller] += len(each.blocks) or num_blocks_for(len(each.pending))
-        limits = self._limits
+        """Each caller's share of the running sequences or of the KV cache, whichever is larger, as if `further` ran too.
+
+        Blocks that several sequences of a caller share count once.
+        """
+        num_sequences = Counter(each.request.caller for each in (*self.running.values(), *further))
+        blocks = defaultdict[str, set[int]](set)
+        for each in self.running.values():
+            blocks[each.request.caller].update(each.blocks)
+        num_blocks = Counter({caller: len(of_caller) for caller, of_caller in blocks.items()})
+        for each in further:
+            num_blocks[each.request.caller] += num_blocks_for(len(each.pending))
         shares = defaultdict[str, float](float)
-        for caller, count in num_running.items():
-            shares[caller] = max(count / limits.max_sequences, num_blocks[caller] / limits.num_kv_blocks)
+        for caller, count in num_sequences.items():
+            held = num_blocks[caller] / self._limits.num_kv_blocks
+            shares[caller] = max(count / self._limits.max_sequences, held)
         return shares
 
     def _start(self, sequence: SequenceState) -> wire.NewSequence | None:
@@ -452,14 +458,15 @@ class Scheduler:
     def _prefill_rows(self, left_out: Container[str]) -> tuple[wire.SequenceRows, ...]:
         """The next rows of prompts: of the caller that has waited longest, of running sequences before those it admits."""
         room = self._limits.prefill_rows
+        # A step of one block's rows takes little longer than to read the weights.
         chunk_rows = KV_BLOCK_TOKENS if self._owed_seconds > 0 else _HEAVY_CHUNK_ROWS
         heavy_room = room if self._whole_prompts else min(room, chunk_rows)
         chunks: list[wire.SequenceRows] = []
         is_full = False  # whether the next waiting sequence has no room
         while True:
-            others = (each for each in self.running.values() if each.last_order < self._num_orders)
-            candidates = [each for each in others if each.pending and not each.prefilled]
-            candidates = [each for each in candidates if each.request.caller not in left_out]
+            others = (each for each in self.running.values() if each.request.caller not in left_out)
+            unfinished = (each for each in others if each.pending and not each.prefilled)
+            candidates = [each for each in unfinished if each.last_order < self._num_orders]
             if not is_full and (waiting := self._next_waiting(left_out)) is not None:
                 candidates.append(waiting)
             following = min(candidates, key=lambda each: self._prefilled_in[each.request.caller], default=None)

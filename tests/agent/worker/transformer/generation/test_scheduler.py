@@ -353,21 +353,37 @@ def test_caller_that_fills_the_batch_gives_up_to_another_at_once(limits: Generat
 def test_long_prompts_in_most_of_the_cache_give_up_to_short_ones_and_go_on() -> None:
     scheduler = Scheduler(GenerationLimits(kv_tokens=32 * KV_BLOCK_TOKENS, max_sequences=4, prefill_rows=64))
     numbers = itertools.count()
+    open_of: dict[str, list[SequenceState]] = {"short": [], "long": []}
     num_together = num_rows = num_ended = 0
     for _ in range(2000):
+        num_ended += sum(each.ended for each in open_of["long"])
         for caller, count, prompt in (("short", 2, 30), ("long", 8, 400)):
-            present = sum(each.request.caller == caller for each in (*scheduler.running.values(), *scheduler._waiting))
-            for number in itertools.islice(numbers, count - present):
-                scheduler.add(sequence(number, prompt, 10, caller, scope=str(number)))
+            open_of[caller] = [each for each in open_of[caller] if not each.ended]
+            for number in itertools.islice(numbers, count - len(open_of[caller])):
+                open_of[caller].append(sequence(number, prompt, 10, caller, scope=str(number)))
+                scheduler.add(open_of[caller][-1])
         order = scheduler.next_order()
         num_together += len(running_of(scheduler, "short")) == 2
         of_long = [rows for rows in order.rows if scheduler.with_cache(rows.sequence).request.caller == "long"]
         num_rows += sum(len(rows.token_ids) for rows in of_long)
-        num_ended += sum(len(scheduler.with_cache(rows.sequence).generated) == 9 for rows in of_long)
         execute_order(scheduler, order)
         scheduler.took(1e-3 * (1 + sum(len(rows.token_ids) for rows in order.rows)))
     assert num_together > 0.8 * 2000
     assert num_rows < 2 * 400 * num_ended
+
+
+def test_prefix_that_sequences_of_a_caller_share_counts_once() -> None:
+    scheduler = Scheduler(GenerationLimits(kv_tokens=32 * KV_BLOCK_TOKENS, max_sequences=8, prefill_rows=640))
+    for number in range(4):
+        scheduler.add(sequence(number, 10 * KV_BLOCK_TOKENS, 100, "sharing", scope="sharing"))
+        for _ in range(2):  # a step of prompts, before or after one of decoding
+            execute_order(scheduler, scheduler.next_order())
+    assert running_of(scheduler, "sharing") == [0, 1, 2, 3]
+    assert scheduler.num_free_blocks > 32 - 2 * 10  # by their sum, they would hold more than there is
+    scheduler.add(sequence(9, 18 * KV_BLOCK_TOKENS, 5, "other"))  # more than the caller of the four holds
+    for _ in range(3):
+        execute_order(scheduler, scheduler.next_order())
+    assert running_of(scheduler, "sharing") == [0, 1, 2, 3]
 
 
 def run_for(scheduler: Scheduler, num_orders: int) -> tuple[float, Counter[str], int]:
