@@ -33,9 +33,10 @@ _ANSWER_SECONDS = 3600.0  # longest answer; a client that goes away ends it
 
 _B = TypeVar("_B", bound="Body")
 
+_T = TypeVar("_T")
+Many = Annotated[tuple[_T, ...], Field(fail_fast=True)]  # the first wrong item ends the validation: each error takes memory
 Texts = Annotated[
-    tuple[str, ...],
-    BeforeValidator(lambda given: () if given is None else (given,) if isinstance(given, str) else given),
+    Many[str], BeforeValidator(lambda given: () if given is None else (given,) if isinstance(given, str) else given)
 ]
 NumTop = Annotated[int, Field(ge=0, le=wire.MAX_TOP_LOG_PROBS)]
 
@@ -43,7 +44,7 @@ NumTop = Annotated[int, Field(ge=0, le=wire.MAX_TOP_LOG_PROBS)]
 class Body(BaseModel):
     """A request's JSON object. Unknown fields are refused, since they might change the answer."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True)
 
     # Fields that clients send and that change no answer here.
     ignored: ClassVar[frozenset[str]] = frozenset()
@@ -59,6 +60,9 @@ class Body(BaseModel):
         for name, values in cls.neutral.items():
             if name in fields and (value := fields.pop(name)) is not None and value not in values:
                 raise unsupported(name)
+        for name in fields:
+            if name not in cls.model_fields:
+                raise unsupported(name)
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -68,8 +72,6 @@ class Body(BaseModel):
 def _failure(error: ValidationError) -> Failure:
     first = error.errors(include_input=False, include_url=False, include_context=False)[0]
     name = ".".join(str(part) for part in first["loc"])
-    if first["type"] == "extra_forbidden":
-        return unsupported(name)
     return Failure(400, f"The field '{name}' is not valid: {first['msg']}.", param=name)
 
 
@@ -182,8 +184,6 @@ async def _read(request: Request, hold: Callable[[int], None]) -> object:
     except Failure:
         await asyncio.sleep(REFUSED_SECONDS)
         raise
-    if has_too_many_values(body):
-        raise Failure(413, f"The body has more than {MAX_VALUES} values.")
     try:
         value: object = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -195,25 +195,30 @@ async def _bytes(request: Request, hold: Callable[[int], None]) -> bytearray:
     declared = request.headers.get("content-length", "")
     if declared.isdecimal():
         hold(int(declared))  # not read at all, if it is too much
-    body = bytearray()
+    body, values = bytearray(), NumValues()
     async for piece in request.stream():
         body += piece
         hold(len(body))
+        if values.add(piece) > MAX_VALUES:
+            raise Failure(413, f"The body has more than {MAX_VALUES} values.")
     request.state.is_read = True
     return body
 
 
-def has_too_many_values(text: bytes | bytearray) -> bool:
-    """Whether a JSON text has more than `MAX_VALUES` values and names; it builds none of them."""
-    at_most = 1 + text.count(b'"') + sum(map(text.count, _MARKS))
-    return at_most > MAX_VALUES and num_values(text) > MAX_VALUES  # the second one copies the text
+class NumValues:
+    """An upper limit of the number of values and names in a JSON text that comes in pieces, of which it keeps none."""
 
+    def __init__(self) -> None:
+        self._num_quotes = 0  # that begin or end a string
+        self._num_marks = 0  # outside strings
+        self._is_escaped = False  # whether the last piece ended with a backslash that escapes the next character
 
-def num_values(text: bytes | bytearray) -> int:
-    """An upper limit of the number of values and names in a JSON text."""
-    plain = text.replace(rb"\\", b"").replace(rb"\"", b"")  # without what is escaped in a string
-    num_strings = plain.count(b'"') // 2
-    if num_strings > MAX_VALUES:
-        return num_strings
-    outside = plain.split(b'"')[::2]
-    return 1 + num_strings + sum(part.count(mark) for part in outside for mark in _MARKS)
+    def add(self, piece: bytes) -> int:
+        """The number with this piece."""
+        plain = piece[self._is_escaped :].replace(rb"\\", b"")  # then without what is escaped in a string
+        self._is_escaped = plain.endswith(b"\\") or (self._is_escaped and not piece)
+        parts = plain.replace(rb"\"", b"").split(b'"')
+        outside = parts[self._num_quotes % 2 :: 2]
+        self._num_quotes += len(parts) - 1
+        self._num_marks += sum(part.count(mark) for part in outside for mark in _MARKS)
+        return 1 + self._num_quotes // 2 + self._num_marks

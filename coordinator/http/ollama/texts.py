@@ -13,7 +13,7 @@ from coordinator.http.answer_stream import entries, of_token, parts_of, while_co
 from coordinator.http.failures import unsupported
 from coordinator.http.homes import Asked
 from coordinator.http.ollama.common import NDJSON, KeepAlive, end, failed_line, head, keep_loaded, line
-from coordinator.http.request import Answer, Body, Call, EventStream, NumTop, Sampled
+from coordinator.http.request import Answer, Body, Call, EventStream, Many, NumTop, Sampled
 from hearth.client.answers import AsyncGeneration
 from hearth.wire import messages as wire
 from hearth.wire.messages import TokenLogProbs, ToolCall
@@ -79,7 +79,7 @@ class ChatLine(Body):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    tool_calls: tuple[dict[str, Any], ...] | None = None
+    tool_calls: Many[dict[str, Any]] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
@@ -105,8 +105,8 @@ class Chat(_Asked):
         "truncate": (), "shift": (),
     }  # fmt: skip
 
-    messages: tuple[dict[str, Any], ...] = Field(default=(), max_length=4096)
-    tools: Annotated[tuple[dict[str, Any], ...], Field(max_length=256)] | None = None
+    messages: Many[dict[str, Any]] = Field(default=(), max_length=4096)
+    tools: Annotated[Many[dict[str, Any]], Field(max_length=256)] | None = None
     think: bool | None = None
 
     def prompt(self) -> dict[str, Any] | None:

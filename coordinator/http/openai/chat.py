@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from coordinator.http.answer_stream import entries, of_token, parts_of, while_connected, whole
 from coordinator.http.failures import Failure, unsupported
 from coordinator.http.openai import common
-from coordinator.http.request import Answer, Body, Call, EventStream, NumTop, TextPart
+from coordinator.http.request import Answer, Body, Call, EventStream, Many, NumTop, TextPart
 from hearth.client.answers import AsyncGeneration, Token
-from hearth.wire.messages import TokenLogProbs, ToolCall
+from hearth.wire.messages import MAX_TEMPLATE_OPTIONS, TokenLogProbs, ToolCall
+
+
+def _few(options: object) -> object:
+    if (
+        isinstance(options, dict) and len(options) > MAX_TEMPLATE_OPTIONS
+    ):  # else each wrong one is an error that takes memory
+        raise ValueError(f"at most {MAX_TEMPLATE_OPTIONS} options")
+    return options
 
 
 class Message(Body):
@@ -23,10 +31,10 @@ class Message(Body):
     }  # fmt: skip
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | tuple[TextPart, ...] | None = None
+    content: str | Many[TextPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: tuple[dict[str, Any], ...] | None = None
+    tool_calls: Many[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
     def text(self, field: str) -> str:
@@ -49,15 +57,15 @@ class ChatCompletion(common.TextRequest):
         "web_search_options": (),
     }  # fmt: skip
 
-    messages: Annotated[tuple[dict[str, Any], ...], Field(min_length=1, max_length=4096)]
+    messages: Annotated[Many[dict[str, Any]], Field(min_length=1, max_length=4096)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[tuple[dict[str, Any], ...], Field(max_length=256)] | None = None
+    tools: Annotated[Many[dict[str, Any]], Field(max_length=256)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: NumTop | None = None
-    chat_template_kwargs: dict[str, bool | int | float | str] | None = None
+    chat_template_kwargs: Annotated[dict[str, bool | int | float | str], BeforeValidator(_few)] | None = None
 
     def prompt(self) -> dict[str, Any]:
         """The arguments of `generate` for this chat. Raises Failure that names the field."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from coordinator.http.answer_stream import of_token, parts_of, token_text, while_connected, whole
 from coordinator.http.failures import Failure
 from coordinator.http.openai import common
-from coordinator.http.request import Answer, Call, EventStream, NumTop
+from coordinator.http.request import Answer, Call, EventStream, Many, NumTop
 from hearth.client.answers import AsyncGeneration, Usage
 from hearth.wire.messages import TokenLogProbs
 
@@ -22,7 +22,7 @@ class Completion(common.TextRequest):
     }  # fmt: skip
 
     logprobs: NumTop | None = None
-    prompt: str | tuple[str, ...] | tuple[int, ...] | tuple[tuple[int, ...], ...]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
 
     def prompts(self) -> list[dict[str, Any]]:
         """The prompts, each as an argument of `generate`. Raises Failure."""

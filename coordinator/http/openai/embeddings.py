@@ -11,7 +11,7 @@ from pydantic import Field
 from coordinator.http.answer_stream import while_connected
 from coordinator.http.failures import Failure, unsupported
 from coordinator.http.homes import Asked
-from coordinator.http.request import Answer, Body, Call
+from coordinator.http.request import Answer, Body, Call, Many
 from hearth.client.home import Result
 
 _EMBED_SECONDS = 600.0
@@ -23,7 +23,7 @@ class Embeddings(Body):
     ignored: ClassVar[frozenset[str]] = frozenset({"user"})
 
     model: str
-    input: str | Annotated[tuple[Any, ...], Field(max_length=4096)]
+    input: str | Annotated[Many[Any], Field(max_length=4096)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, Field(ge=1)] | None = None
 

@@ -11,7 +11,7 @@ from coordinator.http.answer_stream import entries, of_token, parts_of, while_co
 from coordinator.http.failures import Failure, unsupported
 from coordinator.http.openai.chat import schema_of, tool_choice
 from coordinator.http.openai.common import SIGN_OF_LIFE, TextRequest, event, new_id, now
-from coordinator.http.request import Answer, Call, EventStream, NumTop
+from coordinator.http.request import Answer, Call, EventStream, Many, NumTop
 from hearth.client.answers import AsyncGeneration, Token, Usage
 from hearth.wire.messages import ToolCall
 
@@ -30,15 +30,15 @@ class ResponseRequest(TextRequest):
         "truncation": ("disabled",), "n": (1,), "max_tool_calls": (), "context_management": ([],), "moderation": (),
     }  # fmt: skip
 
-    input: str | Annotated[tuple[dict[str, Any], ...], Field(min_length=1, max_length=4096)]
+    input: str | Annotated[Many[dict[str, Any]], Field(min_length=1, max_length=4096)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
-    tools: Annotated[tuple[dict[str, Any], ...], Field(max_length=256)] | None = None
+    tools: Annotated[Many[dict[str, Any]], Field(max_length=256)] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    include: tuple[str, ...] | None = None
+    include: Many[str] | None = None
     top_logprobs: NumTop | None = None
 
     def arguments(self) -> dict[str, Any]:

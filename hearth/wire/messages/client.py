@@ -165,6 +165,9 @@ class AnswerConstraint(WireModel):
     text: Text
 
 
+MAX_TEMPLATE_OPTIONS = 16  # of a chat template
+
+
 class Generate(ModelRequest):
     """Continue a prompt: a text, a chat, or token ids (payload [T] int32; exactly one of the three).
 
@@ -178,7 +181,7 @@ class Generate(ModelRequest):
     stop: tuple[Text, ...] = Field(default=(), max_length=16)  # texts that end the answer and are not part of it
     # Tools that the model may call: JSON objects as in OpenAI's API, which the chat template gets.
     tools: tuple[Text, ...] = Field(default=(), max_length=256)
-    template_options: dict[Name, bool | int | float | Text] = Field(default={}, max_length=16)  # of the chat template
+    template_options: dict[Name, bool | int | float | Text] = Field(default={}, max_length=MAX_TEMPLATE_OPTIONS)
     takes_parts: bool = False  # whether reasoning and calls of tools are parts of their own; with tools they always are
     constraint: AnswerConstraint | None = None
     called_tools: tuple[Name, ...] = Field(default=(), max_length=256)  # the answer must call one; empty: it is free to

@@ -10,15 +10,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 pytest.importorskip("starlette")
 
 from starlette.requests import Request
 from support.waiting import until
 
+from coordinator.http import app as app  # which imports all bodies
 from coordinator.http import request as module
 from coordinator.http.failures import Failure
-from coordinator.http.request import MAX_BODY_BYTES, MAX_VALUES, Bodies, num_values
+from coordinator.http.request import MAX_BODY_BYTES, MAX_VALUES, Bodies, Body, NumValues
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +56,36 @@ def counted(value: object) -> int:
     return 1 + sum(map(counted, value)) if isinstance(value, list) else 1
 
 
-@given(_JSON, st.booleans())
-def test_values_are_counted_without_reading_them(value: object, is_ascii: bool) -> None:
-    found = num_values(json.dumps(value, ensure_ascii=is_ascii).encode())
+@given(_JSON, st.booleans(), st.lists(st.integers(0, 200)))
+def test_values_are_counted_without_reading_them(value: object, is_ascii: bool, cuts: list[int]) -> None:
+    text = json.dumps(value, ensure_ascii=is_ascii).encode()
+    ends = sorted(cuts)
+    values = NumValues()
+    *_, found = (values.add(text[begin:end]) for begin, end in zip([0, *ends], [*ends, None], strict=True))
     assert counted(value) <= found <= 2 * counted(value) + 1
+
+
+def bodies(kind: type[Body] = Body) -> set[type[Body]]:
+    return {kind}.union(*map(bodies, kind.__subclasses__()))
+
+
+@pytest.mark.parametrize("kind", sorted(bodies(), key=lambda kind: (kind.__module__, kind.__name__)))
+def test_a_field_with_many_wrong_values_gives_few_errors(kind: type[Body]) -> None:
+    many: list[Any] = [
+        [None] * 999,
+        [[None] * 999],
+        [[None]] * 999,
+        [{"": None}] * 999,
+        dict.fromkeys(map(str, range(999))),
+    ]
+    for name in kind.model_fields:
+        for wrong in many:
+            try:
+                kind.model_validate({name: wrong})
+            except ValidationError as error:
+                assert sum(each["loc"][0] == name for each in error.errors()) < 10
+    with pytest.raises(Failure, match="'0'"):
+        kind.read(many[-1])
 
 
 @pytest.mark.parametrize("each", [b"[],", b'"",', b"0,", b'{"":0},'])
