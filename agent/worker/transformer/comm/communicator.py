@@ -155,7 +155,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         `values` is the value format of this step's tiles for each peer; None: the plan's. `clear_failure`: clear an earlier
         abort; if false, it stays in effect. Steps from `oldest_step` on are still in flight (None: only this one).
         """
-        self._wait_for_deferred()  # partial sums of the step before still need tiles that are dropped here
+        self._wait_for_sends()  # partial sums of the step before still need tiles that are dropped here
         self.set_values(values)
         self._step_began = time.monotonic()
         self.waited_seconds = 0.0
@@ -303,13 +303,28 @@ class Communicator(DataPlane[Callable[[], None]]):
             then(ready)
 
     def finish_sends(self) -> None:
-        """Wait until all tiles of this step are sent that come from a GPU. Raises StepFailed, or the abort's error.
+        """Wait until all tiles of this step are sent. Raises StepFailed, or the abort's error.
 
         So a step has ended when its rank has done its part: what it records is complete, and the time it took is right.
         """
-        if not self._wait_for_deferred():
-            reason = f"its GPU did not compute the tiles that it sends within {self._timeout_seconds:.1f} s"
+        if not self._wait_for_sends():
+            reason = f"it did not have the tiles that it sends within {self._timeout_seconds:.1f} s"
             raise self._failure or StepFailed(device=f"rank {self.rank}", reason=reason)
+
+    def _wait_for_sends(self) -> bool:
+        """Wait until what other ranks need of this step is sent. False if the step fails meanwhile, or takes too long."""
+        return self._wait_for_deferred() and self._wait_for_sums()
+
+    def _wait_for_sums(self) -> bool:
+        """Wait for the communication thread to have sent the partial sums that lack the previous rank's."""
+        if not self._partials:
+            return True
+        with self._changed:
+            wait = _Wait([set(self._partials)], time.monotonic())
+            self._waits.append(wait)
+            self._changed.wait_for(lambda: not wait.missing[0] or self._failure is not None, self._timeout_seconds)
+            self._waits.remove(wait)
+            return not wait.missing[0]
 
     def _wait_for_deferred(self) -> bool:
         """Wait for the sending thread to have sent all that it has to. False if the step fails meanwhile, or takes too long."""
@@ -479,15 +494,22 @@ class Communicator(DataPlane[Callable[[], None]]):
         tile = decode_body(header, received.frames, _CASTS)
         self._record("receive", key, received.source, received.frames)
         with self._changed:
-            partial = self._partials.pop(key, None)
+            partial = self._partials.get(key)
             if partial is None:
                 self._arrived[key] = tile
-                for missing in (each for wait in self._waits for each in wait.missing):
-                    missing.discard(key)
-                    if not missing:
-                        self._changed.notify_all()
+                self._end_waits(key)
         if partial is not None:
             self._reduce_and_send(key, tile, partial)
+            with self._changed:
+                self._partials.pop(key, None)
+                self._end_waits(key)
+
+    def _end_waits(self, key: TileKey) -> None:
+        """A tile is there, or the sum that waited for it is sent."""
+        for missing in (each for wait in self._waits for each in wait.missing):
+            missing.discard(key)
+            if not missing:
+                self._changed.notify_all()
 
     def _accept_copy(self, header: TileHeader, received: Received) -> None:
         """Pass on rows of a KV cache, of whatever step: the sender may be ahead of this rank, or send them later."""

@@ -249,3 +249,24 @@ def test_partial_sum_that_waits_for_a_gpu_is_added_after_the_next_step_has_begun
     other.extend_timeout(5.0 - WAIT_LIMIT_SECONDS)
     (total,) = other.receive([key._replace(source=0)])
     assert np.array_equal(total, 2 * np.ones((4, 8)))
+
+
+@pytest.mark.parametrize("arrives", [True, False], ids=["tile", "failure"])
+def test_partial_sum_is_sent_before_the_next_step_begins(pair: list[Communicator], arrives: bool) -> None:
+    """A rank that had the rows of its own dropped the sum that another one still needed, which then waited for ever."""
+    (adder, other), tile = pair, np.ones((4, 8), np.float32)
+    key = adder.key(0, Phase.REDUCE_MLP, 1, 1)
+    adder.reduce(key, np.ones((4, 8), np.float32))
+    with ThreadPoolExecutor(1) as pool:
+        begun = pool.submit(adder.begin_step, 2, WAIT_LIMIT_SECONDS, Recorder(False), {1: "fp16"}, clear_failure=False)
+        wait_for("the next step, or its wait", lambda: begun.done() or bool(adder._waits))
+        other.extend_timeout(5.0 - WAIT_LIMIT_SECONDS)
+        if arrives:
+            other.send(0, key, tile)
+            (total,) = other.receive([key._replace(source=0)])
+            assert np.array_equal(total, 2 * tile)
+        else:
+            adder.abort(StepFailed(device="rank 1", reason="it has ended"))
+        begun.result(WAIT_LIMIT_SECONDS)
+    assert adder.step == 2
+    assert not adder.dropped
