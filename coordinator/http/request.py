@@ -34,9 +34,8 @@ _ANSWER_SECONDS = 3600.0  # longest answer; a client that goes away ends it
 _B = TypeVar("_B", bound="Body")
 
 _T = TypeVar("_T")
-Many = Annotated[
-    tuple[_T, ...], Field(fail_fast=True)
-]  # the first wrong item ends the validation: each error takes memory
+# The first wrong item ends the validation, since each error takes memory.
+Many = Annotated[tuple[_T, ...], Field(fail_fast=True)]
 Texts = Annotated[
     Many[str], BeforeValidator(lambda given: () if given is None else (given,) if isinstance(given, str) else given)
 ]

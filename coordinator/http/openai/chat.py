@@ -16,9 +16,8 @@ from hearth.wire.messages import MAX_TEMPLATE_OPTIONS, TokenLogProbs, ToolCall
 
 
 def _few(options: object) -> object:
-    if (
-        isinstance(options, dict) and len(options) > MAX_TEMPLATE_OPTIONS
-    ):  # else each wrong one is an error that takes memory
+    """Refuse too many options before they are validated: each wrong one would be an error that takes memory."""
+    if isinstance(options, dict) and len(options) > MAX_TEMPLATE_OPTIONS:
         raise ValueError(f"at most {MAX_TEMPLATE_OPTIONS} options")
     return options
 

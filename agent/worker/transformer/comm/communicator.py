@@ -308,7 +308,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         So a step has ended when its rank has done its part: what it records is complete, and the time it took is right.
         """
         if not self._wait_for_sends():
-            reason = f"it did not have the tiles that it sends within {self._timeout_seconds:.1f} s"
+            reason = f"it could not send all its tiles within {self._timeout_seconds:.1f} s"
             raise self._failure or StepFailed(device=f"rank {self.rank}", reason=reason)
 
     def _wait_for_sends(self) -> bool:
@@ -316,7 +316,7 @@ class Communicator(DataPlane[Callable[[], None]]):
         return self._wait_for_deferred() and self._wait_for_sums()
 
     def _wait_for_sums(self) -> bool:
-        """Wait for the communication thread to have sent the partial sums that lack the previous rank's."""
+        """Wait until the partial sums that lack the previous rank's are sent, by the communication thread. False as above."""
         if not self._partials:
             return True
         with self._changed:
@@ -505,7 +505,7 @@ class Communicator(DataPlane[Callable[[], None]]):
                 self._end_waits(key)
 
     def _end_waits(self, key: TileKey) -> None:
-        """A tile is there, or the sum that waited for it is sent."""
+        """Note that a tile has arrived, or that the sum that waited for it has been sent; wake who waited for it."""
         for missing in (each for wait in self._waits for each in wait.missing):
             missing.discard(key)
             if not missing:

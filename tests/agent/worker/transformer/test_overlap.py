@@ -253,7 +253,7 @@ def test_partial_sum_that_waits_for_a_gpu_is_added_after_the_next_step_has_begun
 
 @pytest.mark.parametrize("arrives", [True, False], ids=["tile", "failure"])
 def test_partial_sum_is_sent_before_the_next_step_begins(pair: list[Communicator], arrives: bool) -> None:
-    """A rank that had the rows of its own dropped the sum that another one still needed, which then waited for ever."""
+    """The next rank needs this partial sum, even if this rank needs nothing more of the step itself."""
     (adder, other), tile = pair, np.ones((4, 8), np.float32)
     key = adder.key(0, Phase.REDUCE_MLP, 1, 1)
     adder.reduce(key, np.ones((4, 8), np.float32))
